@@ -91,6 +91,13 @@ make_venv() {
     fi
 }
 
+# uv trusts a list of authorities of its own, unlike pip; behind a company's proxy that fails.
+trust_what_the_system_trusts() {
+    for bundle in /etc/ssl/certs/ca-certificates.crt /etc/pki/tls/certs/ca-bundle.crt; do
+        if [ -s "$bundle" ]; then export UV_SYSTEM_CERTS="${UV_SYSTEM_CERTS:-1}"; fi
+    done
+}
+
 # The lines of the lock that belong to uv, for installing it alone.
 locked_uv() { awk '/^[^ ]/ { mine = /^uv==/ } mine' "$LOCK"; }
 
@@ -110,10 +117,11 @@ pip_install() { "$PY" -m pip --disable-pip-version-check install --no-user "$@";
 install_lock() {
     say "installing the packages of $LOCK (about 5 GB, most of it torch)"
     if [ -n "$uv" ]; then
-        "$uv" pip install --python "$PY" --require-hashes -r "$LOCK"
-    else
-        pip_install --require-hashes -r "$LOCK"
-    fi || fail "packages could not be installed (reason above); 'make setup' goes on from here"
+        "$uv" pip install --python "$PY" --require-hashes -r "$LOCK" && return
+        say "uv did not manage; trying pip, which may know another index or proxy"
+    fi
+    pip_install --require-hashes -r "$LOCK" ||
+        fail "packages could not be installed (reason above); 'make setup' goes on from here"
 }
 
 install_project() {
@@ -124,14 +132,15 @@ install_project() {
     fi || fail "the checkout itself could not be installed (reason above)"
 }
 
-if is_ready; then exit 0; fi
+if is_ready; then say "$VENV is ready"; exit 0; fi
 take_turn
-if is_ready; then exit 0; fi
+if is_ready; then say "$VENV is ready"; exit 0; fi
 start=$(date +%s)
 warn_if_disk_is_short
+trust_what_the_system_trusts
 find_uv
 if is_updatable; then
-    say "the lock has changed; bringing $VENV up to date"
+    say "requirements.lock or pyproject.toml has changed; bringing $VENV up to date"
     rm -f "$STAMP"
 else
     case $uv in "$VENV"/*) uv="" ;; esac

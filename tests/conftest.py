@@ -1,0 +1,26 @@
+"""What every test shares: one thread per process, no network, GPU tests only where there is a GPU."""
+
+import os
+
+# Before anything imports torch. Ranks of a distributed test share the cores, and with more than one
+# thread each they would mostly wait for one another.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("MKL_NUM_THREADS", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# A test that reaches for a model or dataset hub fails at once instead of hanging without a network.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("HF_DATASETS_OFFLINE", "1")
+
+import pytest
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skips tests marked `gpu` on machines without CUDA (torch is imported only if there are any)."""
+    marked = [item for item in items if item.get_closest_marker("gpu")]
+    if not marked:
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        for item in marked:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
