@@ -1,4 +1,4 @@
-"""What every test shares: one thread per process, no network, GPU tests only where there is a GPU."""
+"""What every test shares: one thread per process, no network, GPU tests only with a GPU."""
 
 import os
 
@@ -15,7 +15,7 @@ import pytest
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skips tests marked `gpu` on machines without CUDA (torch is imported only if there are any)."""
+    """Skips tests marked `gpu` on machines without CUDA; imports torch only if there are any."""
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if not marked:
         return

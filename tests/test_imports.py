@@ -35,13 +35,13 @@ def python_files(*folders: str) -> list[Path]:
 
 
 def module_name(path: Path) -> str:
-    """`megatron_wd/config/load.py` -> `megatron_wd.config.load`; a package's name for `__init__`."""
+    """`megatron_wd/config/load.py` -> `megatron_wd.config.load`; for `__init__` the package."""
     parts = path.relative_to(ROOT).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
 def imported_names(path: Path, nodes: Iterator[ast.AST] | None = None) -> Iterator[tuple[int, str]]:
-    """Yields (line, full dotted name) of all that a file imports, whether at its top or in a function.
+    """Yields (line, full dotted name) of all that a file imports, at its top or in functions.
 
     `from a.b import c` yields `a.b.c`, because `c` may be a module. String arguments of
     `import_module` count, so that the rule cannot be stepped around.
