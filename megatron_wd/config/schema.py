@@ -1,0 +1,327 @@
+"""The configuration of a training run, as dataclasses: one per concern.
+
+The unit of a number is in its name (`_steps`, `_samples`, `_tokens`) or in its docstring. A *sample* is
+one sequence of `train.sequence_tokens` tokens; a *step* is one update of the weights. Properties
+compute what follows from the fields, so that no other file derives it a second time. What must hold
+between fields is checked in `validate.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from omegaconf import MISSING
+
+# The embedding table is padded to a multiple of this. It does not depend on the layout, because a
+# table that grows with tensor parallelism gives another loss on every layout.
+VOCAB_MULTIPLE = 128
+
+
+@dataclass
+class ModelConfig:
+    """The shape of the model.
+
+    Attributes:
+        family: Architecture: "llama2" (RMSNorm before each sublayer, SwiGLU, rotary, no biases).
+        num_layers: Transformer blocks (attention and MLP together count as one).
+        hidden_size: Width of the residual stream, in channels.
+        ffn_hidden_size: Width inside the MLP, in channels (of the gate and of the up branch each).
+        num_attention_heads: Query heads.
+        num_query_groups: Key/value heads; null for as many as query heads.
+        head_dim: Channels per head; null for hidden_size / num_attention_heads.
+        vocab_size: Token ids that the tokenizer uses, before padding.
+        norm_eps: Added to the mean square inside RMSNorm.
+        rope_theta: Base of the rotary embedding's frequencies.
+        tie_embeddings: Whether the output layer shares the embedding's weight.
+        init: Initial weights. "scaled": linear layers and embeddings from N(0, sqrt(2 / (5 d))), the
+            output projections of attention and MLP from N(0, 1 / (sqrt(d) num_layers)).
+            "normal": N(0, init_std), the output projections divided by sqrt(2 num_layers).
+        init_std: Standard deviation for init "normal".
+        dropout: Probability of dropping an activation in attention and in the residual branches.
+    """
+
+    family: Literal["llama2"] = "llama2"
+    num_layers: int = MISSING
+    hidden_size: int = MISSING
+    ffn_hidden_size: int = MISSING
+    num_attention_heads: int = MISSING
+    num_query_groups: int | None = None
+    head_dim: int | None = None
+    vocab_size: int = MISSING
+    norm_eps: float = 1e-5
+    rope_theta: float = 10000.0
+    tie_embeddings: bool = False
+    init: Literal["scaled", "normal"] = "scaled"
+    init_std: float = 0.02
+    dropout: float = 0.0
+
+    @property
+    def kv_heads(self) -> int:
+        """Key/value heads, with the default filled in."""
+        if self.num_query_groups is None:
+            return self.num_attention_heads
+        return self.num_query_groups
+
+    @property
+    def head_size(self) -> int:
+        """Channels per head, with the default filled in."""
+        if self.head_dim is None:
+            return self.hidden_size // self.num_attention_heads
+        return self.head_dim
+
+    @property
+    def padded_vocab_size(self) -> int:
+        """Rows of the embedding table: vocab_size rounded up to a multiple of VOCAB_MULTIPLE."""
+        return -(-self.vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
+
+
+@dataclass
+class CorpusConfig:
+    """One tokenized corpus of a blend.
+
+    Attributes:
+        path: Prefix of Megatron's PREFIX.bin and PREFIX.idx, without the ending.
+        weight: Share of samples drawn from here, relative to the other corpora of the list.
+    """
+
+    path: str = MISSING
+    weight: float = 1.0
+
+
+@dataclass
+class DataConfig:
+    """What is read. Relative paths start from the working directory.
+
+    Attributes:
+        tokenizer: A Hugging Face folder, or a SentencePiece `.model` file.
+        train: Corpora to train on.
+        valid: Corpora to evaluate on; may be empty.
+    """
+
+    tokenizer: str = MISSING
+    train: list[CorpusConfig] = field(default_factory=list)
+    valid: list[CorpusConfig] = field(default_factory=list)
+
+
+@dataclass
+class OptimConfig:
+    """AdamW and its schedule. The decay of a step is lr(step) * weight_decay.
+
+    Attributes:
+        lr: Peak learning rate.
+        min_lr: Learning rate at the end of the schedule; null for a tenth of lr.
+        weight_decay: Coefficient lambda of decoupled weight decay.
+        decay: Which parameters decay: "all"; "skip_1d" (all but norms and biases);
+            "skip_embeddings" (all but the embedding table, and so the output layer where it is tied).
+        beta1: Decay of the running mean of gradients, per step.
+        beta2: Decay of the running mean of squared gradients, per step.
+        eps: Added to the denominator of the update.
+        clip_grad_norm: Largest global L2 norm of the gradient; 0 turns clipping off.
+        schedule: "cosine", "wsd" (warmup, stable, linear decay) or "constant", after the warmup.
+        warmup_steps: Steps of linear warmup; null for none, unless warmup_fraction is set.
+        warmup_fraction: The same as a fraction of all steps; only one of the two may be set.
+        wsd_decay_fraction: Last fraction of all steps, in which "wsd" decays to min_lr.
+    """
+
+    lr: float = MISSING
+    min_lr: float | None = None
+    weight_decay: float = 0.1
+    decay: Literal["all", "skip_1d", "skip_embeddings"] = "all"
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-8
+    clip_grad_norm: float = 1.0
+    schedule: Literal["cosine", "wsd", "constant"] = "cosine"
+    warmup_steps: int | None = None
+    warmup_fraction: float | None = None
+    wsd_decay_fraction: float = 0.2
+
+    @property
+    def final_lr(self) -> float:
+        """Learning rate at the end of the schedule, with the default filled in."""
+        return 0.1 * self.lr if self.min_lr is None else self.min_lr
+
+
+@dataclass
+class TrainConfig:
+    """How long, and in which portions.
+
+    Attributes:
+        steps: Steps of the whole run. Exactly one of steps and tokens is set.
+        tokens: Tokens of the whole run, rounded up to whole steps.
+        global_batch_samples: Samples per step, over all ranks.
+        micro_batch_samples: Samples per forward pass on one data-parallel rank.
+        sequence_tokens: Tokens per sample.
+        recompute: "none" keeps all activations; "full" recomputes each block in the backward pass,
+            which costs a third more time and saves most of the activation memory.
+    """
+
+    steps: int | None = None
+    tokens: int | None = None
+    global_batch_samples: int = MISSING
+    micro_batch_samples: int = MISSING
+    sequence_tokens: int = MISSING
+    recompute: Literal["none", "full"] = "none"
+
+    @property
+    def step_tokens(self) -> int:
+        """Tokens per step, over all ranks."""
+        return self.global_batch_samples * self.sequence_tokens
+
+
+@dataclass
+class ParallelConfig:
+    """How the model and the batch are divided over ranks. What is left over is data parallel.
+
+    Attributes:
+        tensor: Ranks that share every layer's matrices.
+        pipeline: Ranks that share the layers, in order.
+        virtual_pipeline: Model chunks per pipeline rank; above 1, the schedule is interleaved.
+        context: Ranks that share every sequence.
+        sequence: Whether tensor-parallel ranks also share the sequence between the matrices.
+        distributed_optimizer: Whether data-parallel ranks share the optimizer's state.
+    """
+
+    tensor: int = 1
+    pipeline: int = 1
+    virtual_pipeline: int = 1
+    context: int = 1
+    sequence: bool = False
+    distributed_optimizer: bool = True
+
+    @property
+    def model_ranks(self) -> int:
+        """Ranks that hold one copy of the model: the world size is a multiple of it."""
+        return self.tensor * self.pipeline * self.context
+
+
+@dataclass
+class CheckpointConfig:
+    """When the run is saved. It is always saved at its end.
+
+    Attributes:
+        every_steps: Steps between two checkpoints; null for only at the end.
+        keep_last: How many of the newest checkpoints stay on disk; null for all.
+        async_save: Whether training goes on while a checkpoint is written.
+        accept_config_change: Whether a run folder of a different config may be resumed.
+    """
+
+    every_steps: int | None = None
+    keep_last: int | None = None
+    async_save: bool = False
+    accept_config_change: bool = False
+
+
+@dataclass
+class EvaluateConfig:
+    """When the validation loss is measured. It is always measured at the end.
+
+    Attributes:
+        every_steps: Steps between two evaluations; null for only at the end.
+        samples: Samples of data.valid, the same ones at every evaluation.
+    """
+
+    every_steps: int | None = None
+    samples: int = 64
+
+
+@dataclass
+class LogConfig:
+    """What is written about the run.
+
+    Attributes:
+        every_steps: Steps between two rows of metrics.jsonl.
+        tensorboard: Whether the same numbers are written for TensorBoard.
+        peak_tflops: Peak of one device in TFLOP/s, for `mfu`; null for the known value of the GPU, or
+            a measured one on the CPU.
+    """
+
+    every_steps: int = 10
+    tensorboard: bool = True
+    peak_tflops: float | None = None
+
+
+@dataclass
+class Config:
+    """A training run.
+
+    Attributes:
+        run_dir: Folder of the run; relative paths start from the working directory.
+        seed: Seed of initial weights, data order and dropout.
+        precision: Arithmetic of the matrix products; master weights are fp32 in each.
+        model: Shape of the model.
+        data: Tokenizer and corpora.
+        optim: Optimizer and schedule.
+        train: Length and batch.
+        parallel: Layout over ranks.
+        checkpoint: Saving.
+        evaluate: Validation loss.
+        log: Metrics.
+    """
+
+    run_dir: str = MISSING
+    seed: int = 1234
+    precision: Literal["fp32", "bf16", "fp8"] = "fp32"
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
+    log: LogConfig = field(default_factory=LogConfig)
+
+    @property
+    def steps(self) -> int:
+        """Steps of the whole run, from train.steps or from train.tokens rounded up."""
+        if self.train.steps is not None:
+            return self.train.steps
+        assert self.train.tokens is not None, "validate() lets exactly one of the two be set"
+        return -(-self.train.tokens // self.train.step_tokens)
+
+    @property
+    def total_tokens(self) -> int:
+        """Tokens that the whole run trains on: whole steps only."""
+        return self.steps * self.train.step_tokens
+
+    @property
+    def warmup_steps(self) -> int:
+        """Steps of linear warmup, from optim.warmup_steps or optim.warmup_fraction rounded up."""
+        if self.optim.warmup_steps is not None:
+            return self.optim.warmup_steps
+        return _fraction_of_steps(self.optim.warmup_fraction or 0.0, self.steps)
+
+    @property
+    def wsd_decay_steps(self) -> int:
+        """Steps in which the schedule "wsd" decays, at the end; 0 for the other schedules."""
+        if self.optim.schedule != "wsd":
+            return 0
+        return _fraction_of_steps(self.optim.wsd_decay_fraction, self.steps)
+
+
+def _fraction_of_steps(fraction: float, steps: int) -> int:
+    """Rounds `fraction * steps` up, but not for the last digits of a float (0.1 * 30 > 3)."""
+    return -int(-round(fraction * steps, 6) // 1)
+
+
+def num_parameters(model: ModelConfig, *, include_embeddings: bool = True) -> int:
+    """Counts the parameters of a model, without the padding of the vocabulary.
+
+    Args:
+        model: Shape of the model.
+        include_embeddings: Whether the embedding table and the output layer count.
+
+    Returns:
+        Number of scalars that are trained.
+    """
+    width, head = model.hidden_size, model.head_size
+    qkv = width * head * (model.num_attention_heads + 2 * model.kv_heads)
+    attention = qkv + model.num_attention_heads * head * width
+    mlp = 3 * width * model.ffn_hidden_size
+    norms = 2 * width
+    total = model.num_layers * (attention + mlp + norms) + width
+    if include_embeddings:
+        tables = 1 if model.tie_embeddings else 2
+        total += tables * model.vocab_size * width
+    return total
