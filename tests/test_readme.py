@@ -20,9 +20,10 @@ DOCUMENTS += sorted((ROOT / "docs").rglob("*.md"))
 # Folders whose paths must exist when a command names them (data/ and runs/ are made by commands).
 OURS = ("configs/", "docs/", "launch/", "scripts/", "tests/", "tools/", "megatron_wd/", ".ci/")
 INTERPRETERS = ("python", "python3", "bash", "sh", "source", "sbatch", "torchrun")
-OTHER_PROGRAMS = frozenset(
-    "cd git pip pre-commit tensorboard export ls cat head tail less scancel squeue ssh kill mkdir cp "
-    "mv rm uv ruff pyright pytest lm_eval jq docker srun wait seq for do done".split()
+OTHER_PROGRAMS = (
+    *("cat", "cd", "cp", "export", "git", "head", "jq", "kill", "less", "ls", "mkdir", "mv", "rm"),
+    *("docker", "lm_eval", "pre-commit", "pyright", "pytest", "ruff", "tail", "tensorboard", "uv"),
+    *("do", "done", "for", "scancel", "seq", "squeue", "srun", "ssh", "wait"),
 )
 
 
