@@ -45,8 +45,7 @@ for name in python3 python python3.12 python3.13 python3.14 python3.15 python3.1
     try "$name"
 done
 for path in "${PYENV_ROOT:-${HOME:-/}/.pyenv}"/versions/3.1[2-9]*/bin/python3 \
-    "${HOME:-/}"/.local/share/uv/python/cpython-3.1[2-9]*/bin/python3 \
-    /opt/homebrew/bin/python3.1[2-9] /usr/local/bin/python3.1[2-9]; do
+    "${HOME:-/}"/.local/share/uv/python/cpython-3.1[2-9]*/bin/python3; do
     try "$path"
 done
 [ -z "$newer" ] || accept_newer

@@ -9,6 +9,13 @@ PY=.venv/bin/python
 begin=$SECONDS
 step_number=0
 
+explain_stop() {
+    local status=$?
+    [ "$status" -eq 0 ] || printf '\nquickstart stopped in step %d (status %d); %s\n' \
+        "$step_number" "$status" "'make quickstart' goes on from there" >&2
+}
+trap explain_stop EXIT
+
 step() {
     step_number=$((step_number + 1))
     local title=$1 start=$SECONDS
@@ -23,7 +30,7 @@ step "Data and a tokenizer from Python's own standard library" \
     "$PY" tools/prepare_quickstart.py data/quickstart
 step "Pretraining" bash launch/pretrain.sh configs/quickstart.yaml
 step "Export to Hugging Face, compared logit by logit" \
-    "$PY" tools/convert.py to-hf "$RUN" "$RUN/hf" --verify
+    "$PY" tools/convert.py to-hf "$RUN" "$RUN/hf" --verify --force
 step "A sample of what it has learned" "$PY" tools/generate.py "$RUN/hf" --prompt "def "
 
 total=$((SECONDS - begin))
