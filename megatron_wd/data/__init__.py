@@ -1,1 +1,3 @@
-"""Tokenizers, corpus readers, tokenizing to Megatron's .bin/.idx, and datasets. Importing it is cheap."""
+"""Tokenizers, corpus readers, tokenizing to Megatron's .bin/.idx, and datasets. Importing it is
+cheap.
+"""

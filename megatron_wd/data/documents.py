@@ -15,7 +15,9 @@ _BOM = b"\xef\xbb\xbf"
 
 
 class _BadDocument(Exception):
-    """A document that cannot be read: what is wrong, and whether replacing characters would help."""
+    """A document that cannot be read: what is wrong, and whether replacing characters would
+    help.
+    """
 
     def __init__(self, problem: str, replaceable: bool = False):
         super().__init__(problem)
@@ -155,7 +157,8 @@ def _without_surrogates(text: str, rules: ReadRules, counts: ReadCounts) -> str:
             counts.replaced += 1
             return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
         raise _BadDocument(
-            f"half a surrogate pair at character {error.start} of the text, which is no Unicode text",
+            f"half a surrogate pair at character {error.start} of the text, which is no Unicode "
+            "text",
             True,
         ) from None
 

@@ -1,4 +1,5 @@
-"""The fast path: `gigatoken` encodes 10 to 70 times faster than the libraries that define a tokenizer.
+"""The fast path: `gigatoken` encodes 10 to 70 times faster than the libraries that define a
+tokenizer.
 
 Its output is claimed, not guaranteed, to be the same; so it is compared before it is used.
 """
@@ -23,7 +24,8 @@ class FastEncoder:
 
     def __init__(self, definition: str):
         try:
-            # Not `import gigatoken`: the package itself also imports awkward, half a second for nothing.
+            # Not `import gigatoken`: the package itself also imports awkward, half a second for
+            # nothing.
             from gigatoken.gigatoken_rs import load_hf_json
         except ImportError as error:
             raise ValueError(f"gigatoken cannot be imported ({error})") from None
@@ -36,7 +38,9 @@ class FastEncoder:
             raise ValueError(f"gigatoken does not support this tokenizer ({error})") from None
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """One int32 array per text, on the calling thread (worker processes give the parallelism)."""
+        """One int32 array per text, on the calling thread (worker processes give the
+        parallelism).
+        """
         return [self._encoder.encode(text).view(np.int32) for text in texts]
 
     def differs_from(

@@ -1,10 +1,11 @@
-"""Writes Megatron's .bin/.idx, byte for byte as Megatron Core's IndexedDatasetBuilder does, and PREFIX.json.
+"""Writes Megatron's .bin/.idx, byte for byte as Megatron Core's IndexedDatasetBuilder does, and
+PREFIX.json.
 
-Why not that builder: it needs torch imported, keeps every length in a Python list (memory grows with the
-corpus), and leaves files under their final names when it is interrupted. Here everything is written to
-`*.partial` names; at the end .bin, .idx and, last of all, .json get their names. Format (little endian):
-.bin is the tokens of all documents; .idx is the magic, version, type code, counts, then lengths (int32),
-byte offsets (int64) and document boundaries (int64).
+Why not that builder: it needs torch imported, keeps every length in a Python list (memory grows
+with the corpus), and leaves files under their final names when it is interrupted. Here everything
+is written to `*.partial` names; at the end .bin, .idx and, last of all, .json get their names.
+Format (little endian): .bin is the tokens of all documents; .idx is the magic, version, type code,
+counts, then lengths (int32), byte offsets (int64) and document boundaries (int64).
 """
 
 from __future__ import annotations
@@ -46,7 +47,8 @@ def check_absent(prefix: str, force: bool) -> None:
 
 
 class IndexedWriter:
-    """Writes one corpus; use it as a context manager. Leaving without `finish` removes what was written.
+    """Writes one corpus; use it as a context manager. Leaving without `finish` removes what was
+    written.
 
     Args:
         prefix: Path without suffix.
@@ -162,7 +164,8 @@ class IndexedWriter:
 
 
 def read_index_header(path: str, dtype: np.dtype | None = None) -> tuple[int, int]:
-    """Number of documents and where their lengths start, for an .idx with one sequence per document.
+    """Number of documents and where their lengths start, for an .idx with one sequence per
+    document.
 
     Raises:
         UserError: Not such a file, or of another token type than `dtype`.
@@ -175,7 +178,9 @@ def read_index_header(path: str, dtype: np.dtype | None = None) -> tuple[int, in
     if dtype is not None and code != _CODES[dtype.name]:
         raise UserError(f"{path}: its tokens are not stored as {dtype.name}")
     if boundaries != sequences + 1:
-        raise UserError(f"{path}: {sequences} sequences and {boundaries - 1} documents, expected equal")
+        raise UserError(
+            f"{path}: {sequences} sequences and {boundaries - 1} documents, expected equal"
+        )
     return sequences, 34
 
 
@@ -208,7 +213,8 @@ def _explained(prefix: str) -> Iterator[None]:
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise UserError(
-                f"no space left while writing {prefix}: the incomplete files are removed; free some "
+                f"no space left while writing {prefix}: the incomplete files are removed; free "
+                "some "
                 "space or choose another --output"
             ) from None
         reason = error.strerror or str(error)

@@ -1,4 +1,6 @@
-"""What the user named as input: files, folders, globs or a Hugging Face dataset; and its split over jobs."""
+"""What the user named as input: files, folders, globs or a Hugging Face dataset; and its split over
+jobs.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ HF_PREFIX = "hf:"
 
 @dataclass(frozen=True)
 class InputFile:
-    """One file: where it is, how it is read ("text", "jsonl" or "parquet") and its size in bytes."""
+    """One file: where it is, how it is read ("text", "jsonl" or "parquet") and its size in
+    bytes.
+    """
 
     path: str
     format: str
@@ -75,7 +79,9 @@ class Shard:
         return f"{output}-{self.index:05d}-of-{self.count:05d}"
 
     def byte_range(self, total: int) -> tuple[int, float]:
-        """The part [low, high) of `total` bytes; the last one is open, so that empty files count too."""
+        """The part [low, high) of `total` bytes; the last one is open, so that empty files count
+        too.
+        """
         low = self.index * total // self.count
         last = self.index == self.count - 1
         return low, float("inf") if last else (self.index + 1) * total // self.count
@@ -158,7 +164,8 @@ def _input_file(file: str, input_format: str) -> InputFile:
     kind = format_of(file) if input_format == "auto" else input_format
     if kind is None:
         raise UserError(
-            f"--input {file}: cannot tell its type from the name; add --format text (the whole file is "
+            f"--input {file}: cannot tell its type from the name; add --format text (the whole "
+            "file is "
             "one document), --format jsonl or --format parquet"
         )
     try:

@@ -1,33 +1,32 @@
 """Text to tokens: tokenizes a corpus to Megatron's .bin/.idx in several processes.
 
-The main process plans chunks and writes results; workers read, parse and encode. A bounded window of chunks
-is under way at any time, and results are written in the order of the chunks: memory does not grow with the
-corpus and the output does not depend on the number of workers.
+The main process plans chunks and writes results; workers read, parse and encode. A bounded window
+of chunks is under way at any time, and results are written in the order of the chunks: memory does
+not grow with the corpus and the output does not depend on the number of workers.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import multiprocessing
-import os
-import signal
 import sys
-import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from megatron_wd.config import UserError
-from megatron_wd.data.documents import ON_ERROR, ReadCounts, ReadRules, read_documents
+from megatron_wd.data.documents import ReadCounts
+from megatron_wd.data.encoding import Rules, cores, encode_all
 from megatron_wd.data.indexed_writer import IndexedWriter, check_absent, token_dtype
-from megatron_wd.data.inputs import WHOLE, Shard, describe_inputs, find_inputs
-from megatron_wd.data.readers import Chunk, plan_chunks
+from megatron_wd.data.inputs import (
+    WHOLE,
+    HubDataset,
+    InputFile,
+    Shard,
+    describe_inputs,
+    find_inputs,
+)
+from megatron_wd.data.readers import plan_chunks
 from megatron_wd.data.sampling import sample_texts
 from megatron_wd.data.tokenizer import Tokenizer, load_tokenizer
 
@@ -36,53 +35,20 @@ Progress = Callable[[int, int], None]
 
 
 @dataclass
-class Rules:
-    """What decides the content of the output, apart from inputs and tokenizer.
+class Prepared:
+    """What `prepare_corpus` did.
 
     Attributes:
-        text_key: Field or column that holds the text.
-        on_error: What to do at a bad document: "stop", "replace" or "skip".
-        validation_fraction: Share of documents (0 to 1) that goes to PREFIX-valid instead, chosen by a hash of
-            their text, so that equal documents fall on one side; 0 writes PREFIX alone.
+        outputs: Content of each PREFIX.json, by prefix.
+        fast_tokenizer: Whether the fast encoder was used.
+        input_bytes: Bytes of the files that were read.
+        seconds: Wall time.
     """
-
-    text_key: str = "text"
-    on_error: str = "stop"
-    validation_fraction: float = 0.0
-
-    def check(self) -> None:
-        """Raises UserError where a field makes no sense."""
-        if self.on_error not in ON_ERROR:
-            raise UserError(f"--on-error {self.on_error}: expected one of {', '.join(ON_ERROR)}")
-        if not 0.0 <= self.validation_fraction < 1.0:
-            raise UserError(
-                f"--validation-fraction {self.validation_fraction}: expected at least 0, less than 1"
-            )
-
-    @property
-    def splits(self) -> tuple[str | None, ...]:
-        """Names of the outputs; None is the only one."""
-        return ("train", "valid") if self.validation_fraction else (None,)
-
-
-@dataclass
-class Encoded:
-    """Result of a chunk: for every split the tokens and the document lengths (int32), as bytes."""
-
-    parts: list[tuple[bytes, bytes]]
-    counts: ReadCounts
-    text_bytes: list[int]
-
-
-@dataclass
-class Prepared:
-    """What `prepare_corpus` did; `outputs` holds the content of each PREFIX.json."""
 
     outputs: dict[str, dict[str, Any]]
     fast_tokenizer: bool
-    seconds: float
     input_bytes: int
-    counts: ReadCounts = field(default_factory=ReadCounts)
+    seconds: float
 
 
 def prepare_corpus(
@@ -118,7 +84,8 @@ def prepare_corpus(
         What was written.
 
     Raises:
-        UserError: Bad input or tokenizer, existing output, full disk; nothing is left that looks complete.
+        UserError: Bad input or tokenizer, existing output, full disk; nothing is left that looks
+            complete.
     """
     began = time.perf_counter()
     say = say or (lambda line: print(line, file=sys.stderr))
@@ -133,149 +100,75 @@ def prepare_corpus(
         check_absent(prefix, force)
     if isinstance(tokenizer, str):
         tokenizer = load_tokenizer(tokenizer)
-    part = shard or WHOLE
     if fast:
-        reason = tokenizer.use_fast(sample_texts(found, rules.text_key, part))
+        reason = tokenizer.use_fast(sample_texts(found, rules.text_key, shard or WHOLE))
         if reason is not None:
             say(f"the reference tokenizer is used, which is slower: {reason}")
     else:
         tokenizer.use_reference()
+    outputs, done = _write(
+        found, prefixes, tokenizer, rules, shard, workers or cores(), progress or (lambda *_: None)
+    )
+    return Prepared(outputs, tokenizer.is_fast, done, time.perf_counter() - began)
+
+
+def _write(
+    found: list[InputFile] | HubDataset,
+    prefixes: list[str],
+    tokenizer: Tokenizer,
+    rules: Rules,
+    shard: Shard | None,
+    workers: int,
+    progress: Progress,
+) -> tuple[dict[str, dict[str, Any]], int]:
+    """Encodes and writes; returns the content of the .json files and the bytes of input done."""
+    part = shard or WHOLE
+    total = sum(file.size for file in found) // part.count if isinstance(found, list) else 0
+    dtype = token_dtype(tokenizer.vocab_size)
     counts = ReadCounts()
     text_bytes = [0] * len(prefixes)
     done = 0
-    total = sum(file.size for file in found) // part.count if isinstance(found, list) else 0
-    dtype = token_dtype(tokenizer.vocab_size)
     with contextlib.ExitStack() as stack:
         writers = [stack.enter_context(IndexedWriter(prefix, dtype)) for prefix in prefixes]
         chunks = plan_chunks(found, rules.text_key, part)
-        results = _encode_all(chunks, tokenizer, rules, workers or _cores())
-        stack.enter_context(contextlib.closing(results))
+        results = stack.enter_context(
+            contextlib.closing(encode_all(chunks, tokenizer, rules, workers))
+        )
         for chunk_bytes, encoded in results:
             for i, writer in enumerate(writers):
                 writer.add(*encoded.parts[i])
                 text_bytes[i] += encoded.text_bytes[i]
             counts.add(encoded.counts)
             done += chunk_bytes
-            if progress is not None:
-                progress(done, total)
+            progress(done, total)
         if shard is None and not any(writer.tokens for writer in writers):
             raise UserError(
-                f"no tokens: {counts.empty} empty and {counts.skipped} skipped documents, nothing else"
+                f"no tokens: {counts.empty} empty and {counts.skipped} skipped documents, "
+                "nothing else"
             )
+        shared = {
+            "empty_documents": counts.empty,
+            "skipped_documents": counts.skipped,
+            "replaced_documents": counts.replaced,
+            "inputs": describe_inputs(found),
+            "rules": vars(rules),
+            "shard": vars(shard) if shard else None,
+        }
         outputs = {}
-        for split, writer, bytes_in in zip(rules.splits, writers, text_bytes, strict=True):
-            outputs[writer.prefix] = {
-                "format": FORMAT,
-                "tokenizer": tokenizer.identity(),
-                "documents": writer.documents,
-                "tokens": writer.tokens,
-                "dtype": dtype.name,
-                "text_bytes": bytes_in,
-                "empty_documents": counts.empty,
-                "skipped_documents": counts.skipped,
-                "replaced_documents": counts.replaced,
-                "inputs": describe_inputs(found),
-                "rules": vars(rules),
-                "split": split,
-                "shard": vars(shard) if shard else None,
-            }
+        for split, writer, size in zip(rules.splits, writers, text_bytes, strict=True):
+            own = describe(tokenizer.identity(), writer, size)
+            outputs[writer.prefix] = {**own, **shared, "split": split}
             writer.finish(outputs[writer.prefix])
-    seconds = time.perf_counter() - began
-    return Prepared(outputs, tokenizer.is_fast, seconds, done, counts)
+    return outputs, done
 
 
-def encode_chunk(chunk: Chunk, tokenizer: Tokenizer, rules: Rules) -> Encoded:
-    """Reads and encodes the documents of one chunk; each ends with exactly one EOS."""
-    counts = ReadCounts()
-    texts = read_documents(chunk, ReadRules(rules.text_key, rules.on_error), counts)
-    eos = tokenizer.eos_id
-    eos_is_special = eos in tokenizer.special_ids.values()
-    dtype = token_dtype(tokenizer.vocab_size)
-    ends = np.array([eos], dtype=np.int32)
-    kept: list[list[np.ndarray]] = [[] for _ in rules.splits]
-    lengths: list[list[int]] = [[] for _ in rules.splits]
-    text_bytes = [0] * len(kept)
-    for text, ids in zip(texts, tokenizer.encode_batch(texts), strict=True):
-        if not len(ids):  # a tokenizer that drops spaces leaves nothing of a blank document
-            counts.empty += 1
-            continue
-        if eos_is_special and (ids == eos).any():
-            raise UserError(
-                f"{chunk.path}: the tokenizer makes its end-of-document token {eos} out of the text "
-                f"{text[:60]!r}, which would cut the document in two; it cannot be used"
-            )
-        side = _side(text, rules.validation_fraction)
-        kept[side] += (ids, ends)
-        lengths[side].append(len(ids) + 1)
-        text_bytes[side] += len(text) if text.isascii() else len(text.encode("utf-8"))
-    parts = []
-    for arrays, sizes in zip(kept, lengths, strict=True):
-        tokens = np.concatenate(arrays).astype(dtype).tobytes() if arrays else b""
-        parts.append((tokens, np.array(sizes, dtype=np.int32).tobytes()))
-    return Encoded(parts, counts, text_bytes)
-
-
-def _side(text: str, validation_fraction: float) -> int:
-    """0 for training, 1 for validation: decided by the text alone."""
-    if not validation_fraction:
-        return 0
-    digest = hashlib.blake2b(text.encode("utf-8"), digest_size=8).digest()
-    return int(int.from_bytes(digest, "little") < validation_fraction * 2**64)
-
-
-def _cores() -> int:
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
-def _encode_all(
-    chunks: Iterator[Chunk], tokenizer: Tokenizer, rules: Rules, workers: int
-) -> Iterator[tuple[int, Encoded]]:
-    """Yields (progress in bytes, result) of every chunk, in order."""
-    if workers == 1:
-        for chunk in chunks:
-            yield chunk.progress_bytes, encode_chunk(chunk, tokenizer, rules)
-        return
-    # Forked workers share the loaded tokenizer. They must exist before anything here starts a thread.
-    method = "fork" if sys.platform == "linux" else "spawn"
-    executor = ProcessPoolExecutor(
-        workers,
-        mp_context=multiprocessing.get_context(method),
-        initializer=_start_worker,
-        initargs=(tokenizer, rules, os.getpid()),
-    )
-    window: deque[tuple[int, Future[Encoded]]] = deque()
-    try:
-        for chunk in chunks:
-            window.append((chunk.progress_bytes, executor.submit(_encode_in_worker, chunk)))
-            if len(window) > 2 * workers + 2:
-                size, future = window.popleft()
-                yield size, future.result()
-        for size, future in window:
-            yield size, future.result()
-    finally:
-        executor.shutdown(wait=True, cancel_futures=True)
-
-
-_worker_state: tuple[Tokenizer, Rules] | None = None  # set once per worker process
-
-
-def _start_worker(tokenizer: Tokenizer, rules: Rules, parent: int) -> None:
-    global _worker_state
-    _worker_state = (tokenizer, rules)
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one process per core is parallel enough
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # ctrl-C is the main process's to handle
-    threading.Thread(target=_die_with, args=(parent,), daemon=True).start()
-
-
-def _die_with(parent: int) -> None:
-    """Ends this worker when the main process was killed; its queue would be waited for forever."""
-    while os.getppid() == parent:
-        time.sleep(0.5)
-    os._exit(1)
-
-
-def _encode_in_worker(chunk: Chunk) -> Encoded:
-    assert _worker_state is not None
-    return encode_chunk(chunk, *_worker_state)
+def describe(tokenizer: dict[str, Any], writer: IndexedWriter, text_bytes: int) -> dict[str, Any]:
+    """The part of PREFIX.json that readers rely on."""
+    return {
+        "format": FORMAT,
+        "tokenizer": tokenizer,
+        "documents": writer.documents,
+        "tokens": writer.tokens,
+        "dtype": writer.dtype.name,
+        "text_bytes": text_bytes,
+    }

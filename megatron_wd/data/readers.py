@@ -1,8 +1,9 @@
 """Cuts inputs into chunks and reads the documents of a chunk.
 
-`plan_chunks` runs in the main process and stays cheap: of a plain JSON Lines file it only looks for line
-ends, and the worker that gets the chunk reads it. What can only be read from front to back (gzip, Parquet,
-hub datasets) is read here and travels with the chunk. Chunks come in input order and are of bounded size.
+`plan_chunks` runs in the main process and stays cheap: of a plain JSON Lines file it only looks for
+line ends, and the worker that gets the chunk reads it. What can only be read from front to back
+(gzip, Parquet, hub datasets) is read here and travels with the chunk. Chunks come in input order
+and are of bounded size.
 """
 
 from __future__ import annotations
@@ -53,9 +54,10 @@ def plan_chunks(
 ) -> Iterator[Chunk]:
     """Yields the chunks of one shard.
 
-    The bytes of all files together are cut into equal ranges, one per shard. A line of a plain JSON Lines
-    file belongs to the range in which it starts, a Parquet row group likewise (row groups counted as equally
-    large), a compressed or text file as a whole. So shards in order are exactly the unsharded input.
+    The bytes of all files together are cut into equal ranges, one per shard. A line of a plain JSON
+    Lines file belongs to the range in which it starts, a Parquet row group likewise (row groups
+    counted as equally large), a compressed or text file as a whole. So shards in order are exactly
+    the unsharded input.
     """
     if isinstance(inputs, HubDataset):
         yield from _hub_chunks(inputs, text_key, shard, chunk_bytes)
@@ -206,7 +208,8 @@ def _hub_chunks(source: HubDataset, text_key: str, shard: Shard, size: int) -> I
     for row in rows:
         if text_key not in row:
             raise UserError(
-                f"dataset {source.name}: no field {text_key!r} (--text-key); it has {', '.join(row)}"
+                f"dataset {source.name}: no field {text_key!r} (--text-key); it has "
+                f"{', '.join(row)}"
             )
         part.append(row[text_key])
         held += len(row[text_key] or "")
@@ -229,9 +232,7 @@ def open_hub(source: HubDataset, shard: Shard) -> Any:
 
     name = ":".join(filter(None, (source.name, source.config, source.split)))
     try:
-        rows = datasets.load_dataset(
-            source.name, source.config, split=source.split, streaming=True
-        )
+        rows = datasets.load_dataset(source.name, source.config, split=source.split, streaming=True)
     except Exception as error:  # the library raises many kinds, from many libraries
         text = str(error).strip().splitlines()
         raise UserError(

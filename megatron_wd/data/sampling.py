@@ -16,7 +16,9 @@ _MAX_TEXTS = 256
 
 
 def sample_texts(inputs: list[InputFile] | HubDataset, text_key: str, shard: Shard) -> list[str]:
-    """Texts of at most 16 kB from eight places; unreadable ones are left for the real pass to report."""
+    """Texts of at most 16 kB from eight places; unreadable ones are left for the real pass to
+    report.
+    """
     rules = ReadRules(text_key, on_error="skip")
     texts: list[str] = []
     for chunk in _sample_chunks(inputs, text_key, shard):

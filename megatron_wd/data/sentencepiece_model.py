@@ -1,7 +1,7 @@
 """Reads a SentencePiece .model and writes the same tokenizer as a Hugging Face tokenizer.json.
 
-A .model file is one protocol buffer (sentencepiece_model.proto). The few fields we need are read here
-directly, so that neither protobuf nor transformers has to be imported.
+A .model file is one protocol buffer (sentencepiece_model.proto). The few fields we need are read
+here directly, so that neither protobuf nor transformers has to be imported.
 """
 
 from __future__ import annotations
@@ -86,13 +86,14 @@ def parse_model(data: bytes, source: str) -> SentencePieceModel:
 def to_tokenizer_json(model: SentencePieceModel, *, match_control: bool) -> str:
     """The tokenizer.json that gives the same ids.
 
-    Only pieces that SentencePiece itself may produce from text are made by merges, so that text that spells
-    `</s>` or `<0x0A>` is not turned into those tokens by way of a merge.
+    Only pieces that SentencePiece itself may produce from text are made by merges, so that text
+    that spells `</s>` or `<0x0A>` is not turned into those tokens by way of a merge.
 
     Args:
         model: A parsed model.
-        match_control: Whether control pieces (`<s>`, `</s>`) are listed as special tokens. transformers
-            needs the list to know its special tokens; for encoding a corpus they must stay text.
+        match_control: Whether control pieces (`<s>`, `</s>`) are listed as special tokens.
+            transformers needs the list to know its special tokens; for encoding a corpus they must
+            stay text.
     """
     normalizers: list[dict[str, Any]] = []
     if model.charsmap:
@@ -161,7 +162,9 @@ def _added_tokens(model: SentencePieceModel, match_control: bool) -> list[dict[s
 
 
 def _merges(pieces: list[Piece]) -> list[tuple[str, str]]:
-    """Merge rules in order: SentencePiece merges the pair whose joined piece has the highest score."""
+    """Merge rules in order: SentencePiece merges the pair whose joined piece has the highest
+    score.
+    """
     mergeable = {
         piece.text: (piece.score, i) for i, piece in enumerate(pieces) if piece.type == NORMAL
     }
@@ -187,7 +190,9 @@ def _piece(data: bytes) -> Piece:
 
 
 def _fields(data: bytes) -> Iterator[tuple[int, Any]]:
-    """Yields (field number, value) of a protocol buffer message; varints as int, all else as bytes."""
+    """Yields (field number, value) of a protocol buffer message; varints as int, all else as
+    bytes.
+    """
     at = 0
     while at < len(data):
         key, at = _varint(data, at)

@@ -1,4 +1,6 @@
-"""Which tokens of a tokenizer are special, which one ends a document, and texts that try to fool it."""
+"""Which tokens of a tokenizer are special, which one ends a document, and texts that try to fool
+it.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,9 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 def named_tokens(folder: Path | None, settings: dict[str, Any]) -> dict[str, str]:
-    """Spellings of the tokens that have a role (`eos_token`, `pad_token`, ...) in a folder's files."""
+    """Spellings of the tokens that have a role (`eos_token`, `pad_token`, ...) in a folder's
+    files.
+    """
     found = {}
     sources = [settings]
     if folder is not None:
@@ -76,8 +80,8 @@ def find_eos(
 ) -> int:
     """The id of the token that ends a document.
 
-    Looked for in this order: `override`, the tokenizer's own files, generation_config.json and config.json
-    of its folder, and a special token with one of the usual spellings.
+    Looked for in this order: `override`, the tokenizer's own files, generation_config.json and
+    config.json of its folder, and a special token with one of the usual spellings.
 
     Args:
         name: The tokenizer, for messages.
@@ -99,7 +103,8 @@ def find_eos(
     if spelling is not None:
         if spelling not in ids:
             raise UserError(
-                f"tokenizer {name}: its eos_token {spelling!r} is not in the vocabulary; give eos_id"
+                f"tokenizer {name}: its eos_token {spelling!r} is not in the vocabulary; give "
+                "eos_id"
             )
         return ids[spelling]
     for file in ("generation_config.json", "config.json") if folder is not None else ():
@@ -111,6 +116,7 @@ def find_eos(
     if len(usual) == 1:
         return special_ids[usual[0]]
     raise UserError(
-        f"tokenizer {name}: it names no end-of-document token; add eos_token to tokenizer_config.json, "
+        f"tokenizer {name}: it names no end-of-document token; add eos_token to "
+        "tokenizer_config.json, "
         "or give its id as eos_id (--eos-id)"
     )

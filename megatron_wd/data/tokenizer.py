@@ -1,8 +1,10 @@
-"""Tokenizers: a Hugging Face folder (tokenizer.json) or a SentencePiece .model, behind one interface.
+"""Tokenizers: a Hugging Face folder (tokenizer.json) or a SentencePiece .model, behind one
+interface.
 
-Three promises hold on every path. Encoding adds no BOS and no EOS. Text that merely spells a special token
-(`</s>`, `<|endoftext|>`) stays text: as a token it would cut a document in two. And the fast encoder is used
-only after it has been seen to agree with the reference one on the user's own text (`use_fast`).
+Three promises hold on every path. Encoding adds no BOS and no EOS. Text that merely spells a
+special token (`</s>`, `<|endoftext|>`) stays text: as a token it would cut a document in two. And
+the fast encoder is used only after it has been seen to agree with the reference one on the user's
+own text (`use_fast`).
 """
 
 from __future__ import annotations
@@ -40,7 +42,8 @@ def load_tokenizer(path: str | Path, eos_id: int | None = None) -> Tokenizer:
     path = Path(path)
     if not path.exists():
         raise UserError(
-            f"tokenizer {path}: no such file or folder; give a Hugging Face folder with tokenizer.json "
+            f"tokenizer {path}: no such file or folder; give a Hugging Face folder with "
+            "tokenizer.json "
             "or a SentencePiece .model"
         )
     if path.is_dir():
@@ -50,8 +53,10 @@ def load_tokenizer(path: str | Path, eos_id: int | None = None) -> Tokenizer:
             file = path / "tokenizer.json"
         if not file.is_file():
             raise UserError(
-                f"tokenizer {path}: neither tokenizer.json nor tokenizer.model in this folder; load it "
-                "with transformers' AutoTokenizer and save_pretrained() it once to get a tokenizer.json"
+                f"tokenizer {path}: neither tokenizer.json nor tokenizer.model in this folder; "
+                "load it "
+                "with transformers' AutoTokenizer and save_pretrained() it once to get a "
+                "tokenizer.json"
             )
     else:
         file = path
@@ -99,7 +104,9 @@ class Tokenizer:
         }
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Encodes documents: one int32 array each, without BOS or EOS, special spellings as text."""
+        """Encodes documents: one int32 array each, without BOS or EOS, special spellings as
+        text.
+        """
         if self._fast is not None:
             return self._fast.encode_batch(texts)
         return self.encode_reference(texts)
@@ -205,7 +212,8 @@ class HuggingFaceTokenizer(Tokenizer):
         (folder / "tokenizer.json").write_text(text, encoding="utf-8")
         dropped = ("auto_map", "add_bos_token", "add_eos_token", "legacy", "tokenizer_file")
         settings = {k: v for k, v in self._settings.items() if k not in dropped}
-        # The class that takes tokenizer.json as it is; LlamaTokenizer and others rebuild parts of it.
+        # The class that takes tokenizer.json as it is; LlamaTokenizer and others rebuild parts of
+        # it.
         settings["tokenizer_class"] = "PreTrainedTokenizerFast"
         settings["clean_up_tokenization_spaces"] = False
         eos = next((s for s, i in self._ids_by_text().items() if i == self.eos_id), None)
@@ -273,7 +281,8 @@ class SentencePieceTokenizer(Tokenizer):
             "clean_up_tokenization_spaces": False,
             "model_max_length": 10**12,
             "eos_token": pieces[self.eos_id].text,
-            # Tells load_tokenizer() that the .model defines this folder (see _is_saved_sentencepiece).
+            # Tells load_tokenizer() that the .model defines this folder (see
+            # _is_saved_sentencepiece).
             "sentencepiece_sha256": self.sha256,
         }
         names = {"bos_token": "bos_id", "unk_token": "unk_id", "pad_token": "pad_id"}
@@ -292,13 +301,13 @@ def _restore(path: str, eos_id: int | None, fast: bool) -> Tokenizer:
 
 
 def _is_saved_sentencepiece(folder: Path) -> bool:
-    """Whether `SentencePieceTokenizer.save` wrote this folder and nobody has changed its .model since."""
+    """Whether `SentencePieceTokenizer.save` wrote this folder and nobody has changed its .model
+    since.
+    """
     expected = specials.read_json(folder / "tokenizer_config.json").get("sentencepiece_sha256")
     file = folder / "tokenizer.model"
     return bool(
-        expected
-        and file.is_file()
-        and hashlib.sha256(file.read_bytes()).hexdigest() == expected
+        expected and file.is_file() and hashlib.sha256(file.read_bytes()).hexdigest() == expected
     )
 
 
