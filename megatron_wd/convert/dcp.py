@@ -4,9 +4,10 @@ Such a folder holds `.metadata`, a pickle that says which part of which tensor l
 `*.distcp` files, in which each part is a little `torch.save` archive. The layout that wrote it does
 not matter: the parts of a tensor are put together from whichever files hold them.
 
-torch's own reader unpickles `.metadata` without restriction, so a stranger's checkpoint could run
-code. Here the pickle can only name the classes of torch's checkpoint package, and even those are
-replaced by inert records; parts are read with `weights_only=True`.
+torch's own reader unpickles `.metadata` without restriction, and Megatron's reads the objects beside
+the tensors in the same way, so that a stranger's checkpoint could run code. Here the pickle can only
+name what such an index consists of, and even that becomes inert records; parts are read with
+`weights_only=True`, and objects not at all.
 """
 
 from __future__ import annotations
@@ -201,18 +202,41 @@ class _IndexUnpickler(pickle.Unpickler):
 
     def find_class(self, module_name: str, global_name: str) -> Any:
         module, name = module_name, global_name
-        if module.startswith("torch.distributed.checkpoint."):
+        if name in _CLASSES.get(module, ()):
             # A class of its own each time: whatever the pickle does to it stays in the pickle.
             return type(name, (_Record,), {})
         if (module, name) == ("torch", "Size"):
             return _size
         if (module, name) == ("torch.serialization", "_get_layout"):
             return _layout
-        if module == "pathlib" or module.startswith("pathlib."):
-            return type(name, (_Record,), {})
         if module == "torch" and name in _DTYPES:
             return name
         raise _Refused(f"{module}.{name}")
+
+
+_PATHS = {"Path", "PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath"}
+_CLASSES = {
+    "torch.distributed.checkpoint.metadata": {
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "Metadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "TensorProperties",
+        "TensorStorageMetadata",
+        "_MEM_FORMAT_ENCODING",
+    },
+    "torch.distributed.checkpoint.planner": {
+        "BytesIOWriteData",
+        "SavePlan",
+        "TensorWriteData",
+        "WriteItem",
+        "WriteItemType",
+    },
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "pathlib": _PATHS,
+    "pathlib._local": _PATHS,  # Python 3.13
+}
 
 
 class _Refused(Exception):

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from megatron_wd.config import Config, ParallelConfig
 from megatron_wd.convert.checkpoint import open_checkpoint
+from megatron_wd.convert.dcp import TensorFolder
 from megatron_wd.convert.hf_load import load_model
 
 if TYPE_CHECKING:
@@ -78,7 +79,7 @@ def verify_export(
     seed: int = 0,
     tolerance: float = TOLERANCE,
 ) -> VerifyReport:
-    """Runs both models on the same random tokens, in fp32 arithmetic on the CPU.
+    """Runs both models on the same random tokens, in fp32 arithmetic.
 
     Random tokens, and many positions of them, because at position 0 the rotary embedding is the
     identity and a wrong order of its halves would not show.
@@ -110,22 +111,26 @@ def verify_export(
 
 
 def _megatron_logits(config: Config, folder: Path, tokens_BS: Tensor, dtype: str) -> Tensor:
-    """Logits [b, s, vocab_size] of the Megatron model, without the rows of the padding."""
+    """Logits [b, s, vocab_size] of the Megatron model, without the rows of the padding.
+
+    Weights come through our own reader, because Megatron's executes what it finds (see `dcp`).
+    """
     import torch
 
-    from megatron_wd.backend import single_process
+    from megatron_wd.backend import cpu
+    from megatron_wd.backend.world import single_process
     from megatron_wd.models.build import build_model
-    from megatron_wd.train.checkpoint import load_model_weights
+    from megatron_wd.models.names import named_parameters
 
-    with single_process(), torch.no_grad():
-        (model,) = build_model(_on_one_rank(config))
-        load_model_weights([model], folder)
-        for parameter in model.parameters():
-            parameter.copy_(parameter.to(getattr(torch, dtype)))
-        model.eval()
+    tensors = TensorFolder(folder)
+    with single_process() as world, torch.no_grad(), cpu.cuda_requests_on_cpu():
+        model = build_model(_on_one_rank(config))
+        for name, parameter in named_parameters(model):
+            parameter.copy_(tensors.read(name).to(getattr(torch, dtype)))
         positions_BS = torch.arange(tokens_BS.shape[1]).expand_as(tokens_BS)
-        logits = model(tokens_BS, positions_BS, None)
-    return logits[..., : config.model.vocab_size].float()
+        inputs = (tokens_BS.to(world.device), positions_BS.to(world.device), None)
+        logits = model[0].eval()(*inputs)
+    return logits[..., : config.model.vocab_size].float().cpu()
 
 
 def _on_one_rank(config: Config) -> Config:
