@@ -1,0 +1,1 @@
+"""Where and how we run: device, the CPU stand-in for CUDA, process groups, seeds."""

@@ -1,0 +1,77 @@
+"""Initial weights that do not depend on the layout.
+
+Megatron draws them on each rank, so they change with the number of pipeline stages and of tensor-parallel
+ranks. Here every *whole* tensor is drawn from (seed, global name) and each rank takes its part.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+
+import torch
+from torch import Tensor, nn
+
+from megatron_wd.config import Config
+from megatron_wd.models.names import named_parameters
+
+_OUTPUT_PROJECTIONS = ("linear_proj.weight", "linear_fc2.weight")
+
+
+def weight_std(name: str, config: Config) -> float:
+    """Standard deviation of the initial weights of a matrix.
+
+    "scaled" (GPT-NeoX; the weight-decay study's code, arXiv 2602.11137): sqrt(2 / (5 d)), output
+    projections 1 / (sqrt(d) num_layers). "normal" (GPT-2): init_std, output projections divided by
+    sqrt(2 num_layers).
+    """
+    model = config.model
+    is_output = name.endswith(_OUTPUT_PROJECTIONS)
+    if model.init == "scaled":
+        if is_output:
+            return 1.0 / (math.sqrt(model.hidden_size) * model.num_layers)
+        return math.sqrt(2.0 / (5.0 * model.hidden_size))
+    return model.init_std / math.sqrt(2.0 * model.num_layers) if is_output else model.init_std
+
+
+def full_tensor(name: str, shape: tuple[int, ...], seed: int, std: float) -> Tensor:
+    """Draws a whole tensor, fp32 on the CPU, from (seed, name) alone."""
+    digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
+    return torch.empty(shape).normal_(0.0, std, generator=generator)
+
+
+@torch.no_grad()
+def initialize_weights(model: list[nn.Module], config: Config) -> None:
+    """Fills this rank's parameters: matrices normal, norm gains one.
+
+    Padding rows of the vocabulary are drawn like the others (each row has its place in the stream); they
+    take no part in the loss, so their gradient is zero.
+    """
+    from megatron.core import parallel_state
+
+    rank = parallel_state.get_tensor_model_parallel_rank()
+    size = parallel_state.get_tensor_model_parallel_world_size()
+    for name, param in named_parameters(model):
+        if param.dim() == 1:
+            param.fill_(1.0)
+            continue
+        shape = list(param.shape)
+        divided = getattr(param, "tensor_model_parallel", False) and size > 1
+        if divided:
+            shape[param.partition_dim] *= size  # type: ignore[attr-defined]
+        whole = full_tensor(name, tuple(shape), config.seed, weight_std(name, config))
+        param.copy_(tensor_parallel_part(whole, param, rank, size) if divided else whole)
+
+
+def tensor_parallel_part(whole: Tensor, param: nn.Parameter, rank: int, size: int) -> Tensor:
+    """This rank's part of a whole tensor, as Megatron divides it.
+
+    With stride k the dimension holds k tensors one after the other (SwiGLU: gate, up); each is divided
+    on its own, and a rank keeps its parts together.
+    """
+    dim: int = param.partition_dim  # type: ignore[attr-defined]
+    # Transformer Engine's layers do not carry Megatron's stride: fc1 of a gated MLP is known by its shape.
+    stride: int = getattr(param, "partition_stride", 1)
+    pieces = torch.chunk(whole, size * stride, dim=dim)
+    return torch.cat(pieces[rank::size], dim=dim)

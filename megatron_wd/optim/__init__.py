@@ -1,0 +1,1 @@
+"""Weight decay, AdamW, schedules, and building Megatron Core's optimizer."""

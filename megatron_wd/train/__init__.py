@@ -1,0 +1,1 @@
+"""Training: the loop, evaluation, checkpoints, metrics."""

@@ -1,0 +1,271 @@
+"""Checkpoints: Megatron's torch_dist layout, complete or absent.
+
+    checkpoints/iter_0001000/                       appears by a rename, when all of it is on disk
+    checkpoints/latest_checkpointed_iteration.txt   written after that, itself by a rename
+
+A checkpoint describes itself: it also holds the resolved config.yaml and the tokenizer. It can be loaded on
+another layout, optimizer state included.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
+from megatron.core.optimizer import MegatronOptimizer
+from torch import nn
+
+from megatron_wd.backend import cpu
+from megatron_wd.backend.world import World
+from megatron_wd.config import Config, UserError, resolved_yaml
+from megatron_wd.models.names import unwrap
+
+LATEST_FILE = "latest_checkpointed_iteration.txt"
+_PARTIAL_PREFIX = ".partial-"
+# The optimizer state in this format can be loaded on another TP, PP and DP.
+_OPTIMIZER_FORMAT = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
+
+
+@dataclass
+class Progress:
+    """How far the run is; all of the state that is neither weight nor optimizer state.
+
+    Attributes:
+        step: updates done.
+        consumed_samples: samples trained on.
+    """
+
+    step: int = 0
+    consumed_samples: int = 0
+
+
+def iteration_name(step: int) -> str:
+    """Megatron's folder name of a step."""
+    return f"iter_{step:07d}"
+
+
+def latest_checkpoint(run_dir: Path) -> Path | None:
+    """The newest complete checkpoint of a run; None if there is none.
+
+    Raises:
+        UserError: the tracker names a checkpoint that is not there.
+    """
+    tracker = run_dir / "checkpoints" / LATEST_FILE
+    if not tracker.is_file():
+        return None
+    text = tracker.read_text().strip()
+    folder = tracker.parent / iteration_name(int(text)) if text.isdigit() else None
+    if folder is None or not folder.is_dir():
+        raise UserError(
+            f"{tracker} names step {text!r}, but there is no such folder beside it. Write the step of an "
+            "existing iter_ folder into it, or remove it to start from the beginning."
+        )
+    return folder
+
+
+def interrupted_saves(run_dir: Path) -> list[str]:
+    """Names of checkpoints whose saving was cut off."""
+    folder = run_dir / "checkpoints"
+    return sorted(p.name.removeprefix(_PARTIAL_PREFIX) for p in folder.glob(_PARTIAL_PREFIX + "*"))
+
+
+class Checkpointer:
+    """Saves the run's state, in the background if asked to.
+
+    Args:
+        config: the run.
+        model, optimizer: what is saved.
+        world: this rank's place.
+        save_tokenizer: writes the tokenizer's files into a folder.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        model: list[nn.Module],
+        optimizer: MegatronOptimizer,
+        world: World,
+        save_tokenizer: Callable[[Path], None],
+    ) -> None:
+        self.config = config
+        self.model = model
+        self.optimizer = optimizer
+        self.world = world
+        self.save_tokenizer = save_tokenizer
+        self.folder = Path(config.run_dir) / "checkpoints"
+        self._queue = AsyncCallsQueue() if config.checkpoint.async_save else None
+
+    def save(self, progress: Progress) -> None:
+        """Saves a step. Collective. With async_save it returns while files are still written.
+
+        Raises:
+            UserError: the disk is full or cannot be written; what was saved before stays the latest.
+        """
+        self.wait()
+        target = self.folder / iteration_name(progress.step)
+        partial = self.folder / (_PARTIAL_PREFIX + target.name)
+        self._on_main(lambda: self._start(partial), target)
+        state: dict[str, Any] = _state_dict(self.model, self.optimizer, is_loading=False)
+        state["progress"] = asdict(progress)
+        try:
+            with cpu.cuda_requests_on_cpu():
+                request = dist_checkpointing.save(
+                    state,
+                    str(partial),
+                    async_sharded_save=self._queue is not None,
+                    async_strategy="mcore",
+                )
+        except Exception as error:
+            self._clean_up(partial)
+            raise _save_error(target, error) from error
+        if self._queue is None:
+            self._finish(partial, target, progress.step)
+        else:
+            assert request is not None
+            request.add_finalize_fn(lambda: self._finish(partial, target, progress.step))
+            self._queue.schedule_async_request(request)
+
+    def poll(self) -> None:
+        """Completes a background save whose files are all written; returns at once otherwise."""
+        if self._queue is not None:
+            self._queue.maybe_finalize_async_calls(blocking=False)
+
+    def wait(self) -> None:
+        """Completes a background save, waiting for it."""
+        if self._queue is not None:
+            self._queue.maybe_finalize_async_calls(blocking=True)
+
+    def _start(self, partial: Path) -> None:
+        for leftover in self.folder.glob(_PARTIAL_PREFIX + "*"):
+            shutil.rmtree(leftover)
+        partial.mkdir(parents=True)
+        (partial / "config.yaml").write_text(resolved_yaml(self.config))
+        self.save_tokenizer(partial / "tokenizer")
+        needed = checkpoint_bytes(self.config)
+        free = shutil.disk_usage(partial).free
+        if free < needed:
+            shutil.rmtree(partial)
+            raise OSError(f"{needed / 1e6:,.0f} MB needed, {free / 1e6:,.0f} MB free")
+
+    def _finish(self, partial: Path, target: Path, step: int) -> None:
+        def publish() -> None:
+            if target.exists():
+                shutil.rmtree(target)
+            os.rename(partial, target)
+            tracker = self.folder / LATEST_FILE
+            temporary = tracker.with_suffix(".tmp")
+            temporary.write_text(f"{step}\n")
+            os.replace(temporary, tracker)
+            self._prune(step)
+
+        self._on_main(publish, target)
+
+    def _prune(self, newest_step: int) -> None:
+        keep = self.config.checkpoint.keep_last
+        if keep is None:
+            return
+        steps = sorted(
+            int(p.name.removeprefix("iter_")) for p in self.folder.glob("iter_*") if p.is_dir()
+        )
+        for step in [s for s in steps if s <= newest_step][:-keep]:
+            shutil.rmtree(self.folder / iteration_name(step))
+
+    def _on_main(self, action: Callable[[], None], target: Path) -> None:
+        """Runs something on the main rank; its failure is every rank's."""
+        outcome: list[str | None] = [None]
+        if self.world.is_main:
+            try:
+                action()
+            except OSError as error:
+                outcome[0] = str(error)
+        dist.broadcast_object_list(outcome, src=0)
+        if outcome[0] is not None:
+            raise _save_error(target, outcome[0])
+
+    def _clean_up(self, partial: Path) -> None:
+        if self.world.is_main:
+            shutil.rmtree(partial, ignore_errors=True)
+
+
+def checkpoint_bytes(config: Config) -> int:
+    """Estimated size of a checkpoint: weights, fp32 masters and Adam's two means."""
+    from megatron_wd.config import num_parameters
+
+    weight_bytes = 4 if config.precision == "fp32" else 2
+    return num_parameters(config.model) * (weight_bytes + 12)
+
+
+def _save_error(target: Path, reason: object) -> UserError:
+    return UserError(
+        f"checkpoint {target} could not be saved: {reason}. The checkpoint before it stays the latest. Free "
+        "space or repair the disk, then start the run again: it resumes from there."
+    )
+
+
+def load_checkpoint(
+    path: Path, model: list[nn.Module], optimizer: MegatronOptimizer
+) -> Progress:
+    """Loads weights, optimizer state and progress, saved on any layout. Collective.
+
+    Raises:
+        UserError: the checkpoint does not hold what this run needs.
+    """
+    state: dict[str, Any] = _state_dict(model, optimizer, is_loading=True)
+    loaded = _load(state, path)
+    _load_weights(model, loaded)
+    with cpu.cuda_requests_on_cpu():
+        optimizer.load_state_dict(loaded["optimizer"])
+    return Progress(**loaded["progress"])
+
+
+def load_model_weights(model: list[nn.Module], path: Path) -> None:
+    """Loads only the weights. Collective.
+
+    Raises:
+        UserError: the checkpoint does not hold this model.
+    """
+    _load_weights(model, _load(_model_state(model), path))
+
+
+def _state_dict(
+    model: list[nn.Module], optimizer: MegatronOptimizer, *, is_loading: bool
+) -> dict[str, Any]:
+    state = _model_state(model)
+    flat = {key: value for chunk in state.values() for key, value in chunk.items()}
+    with cpu.cuda_requests_on_cpu():
+        state["optimizer"] = optimizer.sharded_state_dict(
+            state if len(model) > 1 else flat, is_loading=is_loading, metadata=dict(_OPTIMIZER_FORMAT)
+        )
+    return state
+
+
+def _model_state(model: list[nn.Module]) -> dict[str, Any]:
+    return {
+        f"model{index}": unwrap(chunk).sharded_state_dict(metadata={})  # type: ignore[operator]
+        for index, chunk in enumerate(model)
+    }
+
+
+def _load(state: dict[str, Any], path: Path) -> dict[str, Any]:
+    try:
+        with cpu.cuda_requests_on_cpu():
+            return dist_checkpointing.load(state, str(path))
+    except Exception as error:
+        raise UserError(
+            f"checkpoint {path} cannot be loaded into this run: {type(error).__name__}: {error}"
+        ) from error
+
+
+def _load_weights(model: list[nn.Module], loaded: dict[str, Any]) -> None:
+    for index, chunk in enumerate(model):
+        unwrap(chunk).load_state_dict(loaded[f"model{index}"])
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()

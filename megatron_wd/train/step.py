@@ -1,0 +1,185 @@
+"""One training step and one evaluation on Megatron Core's pipeline schedules."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.distributed import finalize_model_grads
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from torch import Tensor, nn
+
+from megatron_wd.backend import cpu
+from megatron_wd.backend.world import World
+from megatron_wd.config import Config
+from megatron_wd.models.names import named_parameters
+from megatron_wd.train.batches import Batch
+
+
+class NonFiniteError(RuntimeError):
+    """A loss or gradient is NaN or infinite; every rank raises it at the same step."""
+
+
+def prepare_schedules(model: list[nn.Module], optimizer: MegatronOptimizer) -> None:
+    """Tells Megatron's schedules how gradients are finished and, on GPUs, overlapped.
+
+    Without `finalize_model_grads` the gradients of replicated parameters (norms under sequence
+    parallelism, tied embeddings) are not summed and the replicas drift apart.
+    """
+    config: Any = model[0].config
+    config.finalize_model_grads_func = finalize_model_grads
+    config.grad_scale_func = optimizer.scale_loss
+    if model[0].ddp_config.overlap_grad_reduce:  # type: ignore[union-attr]
+        no_sync = [chunk.no_sync for chunk in model]
+        sync = [chunk.start_grad_sync for chunk in model]
+        config.no_sync_func = no_sync if len(model) > 1 else no_sync[0]
+        config.grad_sync_func = sync if len(model) > 1 else sync[0]
+
+
+def forward_backward(model: list[nn.Module], batches: list[Batch], config: Config) -> Tensor | None:
+    """Runs all micro-batches of a step; gradients are left in the model's buffers.
+
+    Returns:
+        This rank's mean loss in nats per token (float64 scalar) where it is the last pipeline stage and
+        the first tensor-parallel rank, None elsewhere.
+    """
+    for chunk in model:
+        chunk.zero_grad_buffer()  # type: ignore[operator]
+    with cpu.cuda_requests_on_cpu():
+        results = get_forward_backward_func()(
+            forward_step_func=_forward,
+            data_iterator=_iterators(model, batches),
+            model=model if len(model) > 1 else model[0],
+            num_microbatches=len(batches),
+            seq_length=config.train.sequence_tokens,
+            micro_batch_size=config.train.micro_batch_samples,
+            forward_only=False,
+        )
+    if not results or parallel_state.get_tensor_model_parallel_rank() != 0:
+        return None
+    return torch.stack([result["loss"] for result in results]).double().mean()
+
+
+@torch.no_grad()
+def evaluate(model: list[nn.Module], batches: list[Batch], config: Config, world: World) -> float:
+    """Mean loss over the weighted samples of all ranks, in nats per token.
+
+    Every token counts once, whatever the layout. The same on every rank.
+    """
+    for chunk in model:
+        chunk.eval()
+    with cpu.cuda_requests_on_cpu():
+        results = get_forward_backward_func()(
+            forward_step_func=_forward,
+            data_iterator=_iterators(model, batches),
+            model=model if len(model) > 1 else model[0],
+            num_microbatches=len(batches),
+            seq_length=config.train.sequence_tokens,
+            micro_batch_size=config.train.micro_batch_samples,
+            forward_only=True,
+        )
+    for chunk in model:
+        chunk.train()
+    totals = torch.zeros(2, dtype=torch.float64, device=world.device)
+    if results and parallel_state.get_tensor_model_parallel_rank() == 0:
+        totals[0] = sum(result["weighted_loss"] for result in results)
+        totals[1] = sum(result["weight"] for result in results)
+    dist.all_reduce(totals)
+    return float(totals[0] / totals[1])
+
+
+def agree(loss: Tensor | None, stop_requested: bool, world: World) -> tuple[float, bool]:
+    """One small reduction per step: the loss, whether it is finite, whether anybody wants to stop.
+
+    Args:
+        loss: what `forward_backward` returned on this rank.
+        stop_requested: whether this rank got a signal.
+        world: this rank's place.
+
+    Returns:
+        (mean loss over data-parallel ranks, whether any rank wants to stop), equal on every rank.
+
+    Raises:
+        NonFiniteError: on every rank, where the loss of any is NaN or infinite.
+    """
+    sums = torch.zeros(3, dtype=torch.float64, device=world.device)
+    if loss is not None:
+        sums[0], sums[1] = loss, 1.0
+    sums[2] = float(stop_requested)
+    dist.all_reduce(sums)
+    total, contributors, stops = sums.tolist()
+    mean = total / contributors
+    if not math.isfinite(mean):
+        mine = None if loss is None or math.isfinite(float(loss)) else f"loss {float(loss)}"
+        raise NonFiniteError(_where(mine, world))
+    return mean, stops > 0
+
+
+def update(
+    model: list[nn.Module], optimizer: MegatronOptimizer, config: Config, world: World
+) -> float:
+    """Clips the gradient and updates the weights.
+
+    Returns:
+        The global L2 norm of the gradient before clipping.
+
+    Raises:
+        NonFiniteError: on every rank and before any weight changes, where the norm is not finite.
+    """
+    with cpu.cuda_requests_on_cpu():
+        optimizer.prepare_grads()
+        norm = float(optimizer.get_grad_norm())
+        if not math.isfinite(norm):
+            bad = [
+                name
+                for name, param in named_parameters(model)
+                if not bool(torch.isfinite(param.main_grad).all())  # type: ignore[attr-defined]
+            ]
+            raise NonFiniteError(_where(f"gradient of {bad[0]}" if bad else None, world))
+        if config.optim.clip_grad_norm > 0.0:
+            clip_grad_by_total_norm_fp32(
+                optimizer.get_parameters(), config.optim.clip_grad_norm, norm
+            )
+        optimizer.step_with_ready_grads()
+    return norm
+
+
+def _where(mine: str | None, world: World) -> str:
+    """Gathers what is not finite on which rank. Collective, on the way down only."""
+    found: list[str | None] = [None] * world.size
+    dist.all_gather_object(found, f"{mine} on {world.place}" if mine else None)
+    return "; ".join(what for what in found if what) or "the global gradient norm"
+
+
+def _iterators(model: list[nn.Module], batches: list[Batch]) -> Any:
+    """One iterator for each chunk: an interleaved schedule passes every chunk through all batches."""
+    return [iter(batches) for _ in model] if len(model) > 1 else iter(batches)
+
+
+def _forward(batches: Iterator[Batch], model: nn.Module) -> tuple[Tensor, Any]:
+    batch = next(batches)
+    losses = model(
+        input_ids=batch["tokens"], position_ids=None, attention_mask=None, labels=batch["labels"]
+    )
+    return losses, partial(_reduce_loss, weights=batch.get("weights"))
+
+
+def _reduce_loss(losses: Tensor, weights: Tensor | None) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """losses [b, s] -> (sum for the gradient, number of tokens, what is reported)."""
+    total = losses.sum()
+    tokens = torch.tensor(losses.numel(), dtype=torch.int, device=losses.device)
+    detached = losses.detach().double()
+    if weights is None:
+        return total, tokens, {"loss": detached.mean()}
+    report = {
+        "weighted_loss": (detached.sum(dim=1) * weights).sum(),
+        "weight": weights.double().sum() * losses.shape[1],
+    }
+    return total, tokens, report
