@@ -9,6 +9,7 @@ import signal
 import sys
 import threading
 import time
+import warnings
 from collections import deque
 from collections.abc import Generator, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -121,8 +122,7 @@ def encode_all(
         for chunk in chunks:
             yield chunk.progress_bytes, encode_chunk(chunk, tokenizer, rules)
         return
-    # Forked workers share the loaded tokenizer. They must exist before anything here starts a
-    # thread.
+    # Forked workers share the loaded tokenizer.
     method = "fork" if sys.platform == "linux" else "spawn"
     executor = ProcessPoolExecutor(
         workers,
@@ -133,7 +133,12 @@ def encode_all(
     window: deque[tuple[int, Future[Encoded]]] = deque()
     try:
         for chunk in chunks:
-            window.append((chunk.progress_bytes, executor.submit(_encode_in_worker, chunk)))
+            with warnings.catch_warnings():
+                # Python warns of forking where other libraries have threads. The first submit
+                # starts all workers, and these use no lock that such a thread could hold.
+                warnings.filterwarnings("ignore", message=".*multi-threaded.*fork")
+                future = executor.submit(_encode_in_worker, chunk)
+            window.append((chunk.progress_bytes, future))
             if len(window) > 2 * workers + 2:
                 size, future = window.popleft()
                 yield size, future.result()

@@ -154,14 +154,10 @@ def prepare_quickstart(
         return old
     if not old and (there := [name for name in names if (folder / name).exists()]):
         raise UserError(f"{folder} holds {', '.join(there)}, not made by this tool; choose another")
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        # From here on the folder is ours, and incomplete until the last line.
-        _write(marker, json.dumps({"sources_sha256": None}).encode())
-        say(f"training a tokenizer of {VOCAB_SIZE} pieces on {len(sources.train)} files")
-        _write(folder / "tokenizer.model", train_tokenizer(sources.train))
-    except OSError as error:
-        raise UserError(f"cannot write {error.filename or folder}: {error.strerror}") from None
+    # From here on the folder is ours, and incomplete until the last line.
+    _write(marker, json.dumps({"sources_sha256": None}).encode())
+    say(f"training a tokenizer of {VOCAB_SIZE} pieces on {len(sources.train)} files")
+    _write(folder / "tokenizer.model", train_tokenizer(sources.train))
     splits: dict[str, Any] = {}
     for split, paths in (("train", sources.train), ("valid", sources.valid)):
         prepared: Prepared = prepare_corpus(
@@ -207,5 +203,9 @@ def _sizes(folder: Path, names: list[str]) -> dict[str, int] | None:
 
 def _write(path: Path, data: bytes) -> None:
     partial = path.with_name(path.name + ".partial")
-    partial.write_bytes(data)
-    os.replace(partial, path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial.write_bytes(data)
+        os.replace(partial, path)
+    except OSError as error:
+        raise UserError(f"cannot write {error.filename or path}: {error.strerror}") from None
