@@ -42,7 +42,7 @@ def run_main(main: Callable[[list[str] | None], int | None]) -> int:
         print("stopped by the keyboard", file=sys.stderr)
         return EXIT_FAILED
     except BrokenPipeError:
-        # The reader (`| head`) has gone. Python flushes stdout once more when it exits: into nothing.
+        # The reader (`| head`) has gone; what Python still flushes when it exits goes nowhere.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_FAILED
     except Exception:

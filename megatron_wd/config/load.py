@@ -1,8 +1,8 @@
 """From YAML files and `key.path=value` overrides to dataclasses, through OmegaConf.
 
-A file may build on others (`base: other.yaml`, or a list, relative to the file that names it): they are
-merged in order, the file itself over them, overrides over all. Sections merge key by key, lists are
-replaced. `${section.key}` refers to another value.
+A file may build on others (`base: other.yaml`, or a list, relative to the file that names it): they
+are merged in order, the file itself over them, overrides over all. Sections merge key by key, lists
+are replaced. `${section.key}` refers to another value.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """The configuration of a training run, as dataclasses: one per concern.
 
-The unit of a number is in its name (`_steps`, `_samples`, `_tokens`) or in its docstring. A *sample* is
-one sequence of `train.sequence_tokens` tokens; a *step* is one update of the weights. Properties
-compute what follows from the fields, so that no other file derives it a second time. What must hold
-between fields is checked in `validate.py`.
+The unit of a number is in its name (`_steps`, `_samples`, `_tokens`) or in its docstring. A
+*sample* is one sequence of `train.sequence_tokens` tokens; a *step* is one update of the weights.
+Properties compute what follows from the fields, so that no other file derives it a second time.
+What must hold between fields is checked in `validate.py`.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class ModelConfig:
         norm_eps: Added to the mean square inside RMSNorm.
         rope_theta: Base of the rotary embedding's frequencies.
         tie_embeddings: Whether the output layer shares the embedding's weight.
-        init: Initial weights. "scaled": linear layers and embeddings from N(0, sqrt(2 / (5 d))), the
-            output projections of attention and MLP from N(0, 1 / (sqrt(d) num_layers)).
+        init: Initial weights. "scaled": linear layers and embeddings from N(0, sqrt(2 / (5 d))),
+            the output projections of attention and MLP from N(0, 1 / (sqrt(d) num_layers)).
             "normal": N(0, init_std), the output projections divided by sqrt(2 num_layers).
         init_std: Standard deviation for init "normal".
         dropout: Probability of dropping an activation in attention and in the residual branches.
@@ -113,7 +113,8 @@ class OptimConfig:
         min_lr: Learning rate at the end of the schedule; null for a tenth of lr.
         weight_decay: Coefficient lambda of decoupled weight decay.
         decay: Which parameters decay: "all"; "skip_1d" (all but norms and biases);
-            "skip_embeddings" (all but the embedding table, and so the output layer where it is tied).
+            "skip_embeddings" (all but the embedding table, and so the output layer where it is
+            tied).
         beta1: Decay of the running mean of gradients, per step.
         beta2: Decay of the running mean of squared gradients, per step.
         eps: Added to the denominator of the update.
@@ -233,8 +234,8 @@ class LogConfig:
     Attributes:
         every_steps: Steps between two rows of metrics.jsonl.
         tensorboard: Whether the same numbers are written for TensorBoard.
-        peak_tflops: Peak of one device in TFLOP/s, for `mfu`; null for the known value of the GPU, or
-            a measured one on the CPU.
+        peak_tflops: Peak of one device in TFLOP/s, for `mfu`; null for the known value of the GPU,
+            or a measured one on the CPU.
     """
 
     every_steps: int = 10

@@ -1,15 +1,15 @@
 """YAML read strictly, with the line of every key.
 
-PyYAML follows YAML 1.1, where `yes` is true, `010` is eight, `1:30` is ninety and `1e-3` is text. Here
-a plain scalar means what it means in YAML 1.2 and to the reader: true/false, decimal integers (`20_000`
-too), floats (`1e-3` too), null; anything else is text. A key that occurs twice is an error, since
-PyYAML would keep the last one silently.
+PyYAML follows YAML 1.1, where `yes` is true, `010` is eight, `1:30` is ninety and `1e-3` is text.
+Here a plain scalar means what it means in YAML 1.2 and to the reader: true/false, decimal integers
+(`20_000` too), floats (`1e-3` too), null; anything else is text. A key that occurs twice is an
+error, since PyYAML would keep the last one silently.
 """
 
 from __future__ import annotations
 
 import re
-from typing import Any
+from typing import Any, ClassVar
 
 import yaml
 
@@ -29,7 +29,7 @@ _FLOAT_PATTERN = r"[-+]?(?:(?:\d[\d_]*\.\d*|\.\d+)(?:[eE][-+]?\d+)?|\d[\d_]*[eE]
 class _Loader(yaml.SafeLoader):
     """Composes nodes whose plain scalars follow the module's rules."""
 
-    yaml_implicit_resolvers: dict[str | None, list[Any]] = {}  # noqa: RUF012  replaces the parent's table
+    yaml_implicit_resolvers: ClassVar[dict[Any, Any]] = {}  # instead of the parent's, YAML 1.1
 
 
 for _tag, _pattern in (
@@ -49,8 +49,8 @@ def parse_yaml(text: str, name: str) -> tuple[Any, dict[Path, int]]:
         name: What the messages call it, such as the path of its file.
 
     Returns:
-        The value (dicts, lists, str, int, float, bool, None), and the line (from 1) of every key and
-        list element by its path.
+        The value (dicts, lists, str, int, float, bool, None), and the line (from 1) of every key
+        and list element by its path.
 
     Raises:
         UserError: Where it is no YAML, or a key occurs twice.

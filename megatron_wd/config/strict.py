@@ -1,8 +1,8 @@
 """Plain values checked against dataclasses: known keys, exact types, nothing missing.
 
-OmegaConf converts where it can ("3" becomes 3, "yes" becomes true). A config that means something else
-than it says is what this room must not let through, so values are checked here before OmegaConf has
-them. Only an integer where a float is expected is taken as it is.
+OmegaConf converts where it can ("3" becomes 3, "yes" becomes true). A config that means something
+else than it says is what this room must not let through, so values are checked here before
+OmegaConf has them. Only an integer where a float is expected is taken as it is.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def find_problems(value: Any, kind: Any, *, references: bool = True) -> list[Pro
 
 
 def find_missing(value: Any, kind: Any, path: Path = ()) -> list[Path]:
-    """Lists the required fields of a dataclass that `value`, which passed find_problems, leaves out."""
+    """Lists the required fields that `value`, which passed find_problems, leaves out."""
     kind, _ = _without_none(kind)
     if typing.get_origin(kind) is list and isinstance(value, list):
         (item,) = typing.get_args(kind)

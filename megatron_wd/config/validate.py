@@ -1,7 +1,7 @@
-"""What must hold between the fields of a config. Nothing is repaired: fields that disagree are named.
+"""What must hold between the fields of a config. Fields that disagree are named, never repaired.
 
-Every check yields its message, so that a user sees all mistakes at once. What depends on the machine (is
-there a GPU, Transformer Engine) or on the data is checked where those are at hand.
+Every check yields its message, so that a user sees all mistakes at once. What depends on the
+machine (is there a GPU, Transformer Engine) or on the data is checked where those are at hand.
 """
 
 from __future__ import annotations
@@ -60,11 +60,11 @@ def validate_world(config: Config, world_size: int) -> None:
     # A multiple of at least 1 is also at least as many as there are pipeline ranks.
     if parallel.virtual_pipeline > 1 and micro_batches % parallel.pipeline:
         raise UserError(
-            f"parallel.virtual_pipeline {parallel.virtual_pipeline} needs the micro-batches of a step "
-            f"to be a multiple of parallel.pipeline {parallel.pipeline}, but there are {micro_batches} "
-            f"(train.global_batch_samples {train.global_batch_samples} / train.micro_batch_samples "
-            f"{train.micro_batch_samples} / {copies} data-parallel ranks); change the batch or set "
-            "parallel.virtual_pipeline=1"
+            f"parallel.virtual_pipeline {parallel.virtual_pipeline} needs the micro-batches of a "
+            f"step to be a multiple of parallel.pipeline {parallel.pipeline}, but there are "
+            f"{micro_batches} (train.global_batch_samples {train.global_batch_samples} / "
+            f"train.micro_batch_samples {train.micro_batch_samples} / {copies} data-parallel "
+            "ranks); change the batch or set parallel.virtual_pipeline=1"
         )
 
 
@@ -142,8 +142,8 @@ def _model(model: ModelConfig) -> Iterator[str]:
         return  # said by _ranges
     if groups is not None and heads % groups:
         yield (
-            f"model.num_attention_heads {heads} is not a multiple of model.num_query_groups {groups}; "
-            "every key/value head serves the same number of query heads"
+            f"model.num_attention_heads {heads} is not a multiple of model.num_query_groups "
+            f"{groups}; every key/value head serves the same number of query heads"
         )
     if model.head_dim is None and model.hidden_size % heads:
         yield (
@@ -153,8 +153,8 @@ def _model(model: ModelConfig) -> Iterator[str]:
     elif model.head_size % 2:
         source = "model.hidden_size / model.num_attention_heads"
         yield (
-            f"{source if model.head_dim is None else 'model.head_dim'} is {model.head_size}; rotary "
-            "embeddings turn pairs of channels, so heads must have an even number of them"
+            f"{source if model.head_dim is None else 'model.head_dim'} is {model.head_size}; "
+            "rotary embeddings turn pairs of channels, so heads must have an even number of them"
         )
 
 
@@ -167,8 +167,8 @@ def _data(config: Config) -> Iterator[str]:
         yield "data.train is empty; list at least one corpus, such as [{path: data/corpus}]"
     if config.evaluate.every_steps is not None and not config.data.valid:
         yield (
-            f"evaluate.every_steps is {config.evaluate.every_steps}, but data.valid is empty; list a "
-            "corpus there, or set evaluate.every_steps=null"
+            f"evaluate.every_steps is {config.evaluate.every_steps}, but data.valid is empty; list "
+            "a corpus there, or set evaluate.every_steps=null"
         )
     yield from _corpora("data.train", config.data.train)
     yield from _corpora("data.valid", config.data.valid)
@@ -198,17 +198,18 @@ def _layout(config: Config) -> Iterator[str]:
     }
     for name, value in divided.items():
         if value % parallel.tensor:
-            yield f"{name} {value} is not divisible by parallel.tensor {parallel.tensor}; change one"
+            yield f"{name} {value} is not divisible by parallel.tensor {parallel.tensor}"
     chunks = parallel.pipeline * parallel.virtual_pipeline
     if model.num_layers % chunks:
         chunk_name = f"parallel.pipeline {parallel.pipeline}"
         if parallel.virtual_pipeline > 1:
             chunk_name += f" x parallel.virtual_pipeline {parallel.virtual_pipeline}"
-        yield f"model.num_layers {model.num_layers} is not divisible by {chunk_name}; change one"
+        yield f"model.num_layers {model.num_layers} is not divisible by {chunk_name}"
     if parallel.virtual_pipeline > 1 and parallel.pipeline == 1:
         yield (
-            f"parallel.virtual_pipeline is {parallel.virtual_pipeline}, but parallel.pipeline is 1: "
-            "there is nothing to interleave; raise parallel.pipeline or set parallel.virtual_pipeline=1"
+            f"parallel.virtual_pipeline is {parallel.virtual_pipeline}, but parallel.pipeline is "
+            "1: there is nothing to interleave; raise parallel.pipeline or set "
+            "parallel.virtual_pipeline=1"
         )
     if parallel.context > 1 and train.sequence_tokens % (2 * parallel.context):
         yield (
@@ -223,7 +224,7 @@ def _layout(config: Config) -> Iterator[str]:
     elif parallel.sequence and train.sequence_tokens % (parallel.tensor * parallel.context):
         yield (
             f"train.sequence_tokens {train.sequence_tokens} is not divisible by parallel.tensor "
-            f"{parallel.tensor} x parallel.context {parallel.context}, which parallel.sequence needs"
+            f"{parallel.tensor} x parallel.context {parallel.context} (parallel.sequence)"
         )
     if train.global_batch_samples % train.micro_batch_samples:
         yield (
@@ -292,6 +293,6 @@ def _fp8(config: Config) -> Iterator[str]:
     for name, value in dimensions.items():
         if value % FP8_MULTIPLE:
             yield (
-                f"precision fp8 needs every dimension to be a multiple of {FP8_MULTIPLE}, but {name} "
-                f"is {value}; change it or use precision=bf16"
+                f"precision fp8 needs every dimension to be a multiple of {FP8_MULTIPLE}, but "
+                f"{name} is {value}; change it or use precision=bf16"
             )
