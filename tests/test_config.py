@@ -1,4 +1,4 @@
-"""A config is read strictly: what it says is what runs, and every mistake is named with its place."""
+"""A config is read strictly: what it says is what runs, and every mistake is named."""
 
 import dataclasses
 import os
@@ -342,7 +342,10 @@ def test_overrides_reach_every_place() -> None:
 
 
 def test_references_to_other_values(write: Write) -> None:
-    text = "run_dir: runs/wd${optim.weight_decay}\nevaluate: {samples: '${train.global_batch_samples}'}"
+    text = (
+        "run_dir: runs/wd${optim.weight_decay}\n"
+        "evaluate: {samples: '${train.global_batch_samples}'}"
+    )
     config = load_config(write(based(text)), ["optim.weight_decay=0.5"])
     assert config.run_dir == "runs/wd0.5"  # weight_decay has a default: references see it
     assert config.evaluate.samples == 8

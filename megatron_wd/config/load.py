@@ -143,8 +143,9 @@ def _base_files(layer: _Layer, name: str) -> list[str]:
     base = layer.data.get("base")
     if base is None and "base" not in layer.data:
         return []
-    files = base if isinstance(base, list) else [base]
-    if not files or not all(isinstance(f, str) and f for f in files):
+    named = base if isinstance(base, list) else [base]
+    files = [file for file in named if isinstance(file, str) and file]
+    if not files or len(files) < len(named):
         place = layer.place(("base",), name)
         raise UserError(f"{place}: base: expected a path or a list of paths, got {base!r}")
     return files
