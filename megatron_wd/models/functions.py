@@ -20,8 +20,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-_BLOCK_BYTES = 1 << 20
-"""Working set of one block of rows: about what the second-level cache of one core holds."""
+_BLOCK_BYTES = 1 << 21
+"""Working set of one block of rows: about what the second-level caches of two cores hold."""
 
 
 def _blocks(rows: int, row_bytes: int, device: torch.device) -> Iterator[slice]:
@@ -155,20 +155,23 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 # --- Rotary embedding ---------------------------------------------------------------------------------------
 
 
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor, sign: float, out: Tensor) -> Tensor:
+def rotate_into(x: Tensor, cos: Tensor, sin: Tensor, sign: float, out: Tensor) -> Tensor:
     """Rotate x [s, ..., e] by `sign` times the angle of its position into `out` (same shape, any strides)."""
     s, e = x.shape[0], x.shape[-1]
     half = e // 2
     ones = (1,) * (x.dim() - 2)
-    cos = cos[:s, :half].repeat(1, 2).view(s, *ones, e)
-    sin = sin[:s, :half].reshape(s, *ones, half)
-    in_place = x.dtype == cos.dtype
+    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+    cos = cos[:s, :half].to(wide).repeat(1, 2).view(s, *ones, e)
+    sin = sin[:s, :half].to(wide).reshape(s, *ones, half)
     for rows in _blocks(s, 3 * cos.element_size() * (x.numel() // max(s, 1)), x.device):
-        block = x[rows].to(cos.dtype)
-        turned = torch.mul(block, cos[rows], out=out[rows]) if in_place else block * cos[rows]
+        block = x[rows].to(wide)
+        if out.dtype == wide:
+            turned = torch.mul(block, cos[rows], out=out[rows])
+        else:
+            turned = block * cos[rows]
         turned[..., :half].addcmul_(block[..., half:], sin[rows], value=-sign)
         turned[..., half:].addcmul_(block[..., :half], sin[rows], value=sign)
-        if not in_place:
+        if out.dtype != wide:
             out[rows] = turned
     return out
 
@@ -179,13 +182,13 @@ class _Rotary(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         ctx.save_for_backward(cos, sin)
-        return _rotate(x, cos, sin, 1.0, x.new_empty(x.shape))
+        return rotate_into(x, cos, sin, 1.0, x.new_empty(x.shape))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor, None, None]:
         cos, sin = ctx.saved_tensors
-        return _rotate(d_out, cos, sin, -1.0, d_out.new_empty(d_out.shape)), None, None
+        return rotate_into(d_out, cos, sin, -1.0, d_out.new_empty(d_out.shape)), None, None
 
 
 def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -208,7 +211,7 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class _VocabParallelCrossEntropy(torch.autograd.Function):
-    """Cross-entropy from this rank's columns; saves the logits and one number per row."""
+    """Cross-entropy from this rank's columns; saves the logits and a few numbers per row."""
 
     @staticmethod
     def forward(
@@ -225,27 +228,24 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         flat, ids = logits.reshape(n, columns), labels.reshape(n)
         local = ids - first_id
         mine = (local >= 0) & (local < real)
-        local = local.clamp(0, max(columns - 1, 0))[:, None]
+        # Any column serves to read off the sum of exponentials; the label's is usually a large one.
+        local = local.clamp(0, max(real - 1, 0))[:, None]
         wide = torch.float64 if logits.dtype == torch.float64 else torch.float32
-        peak = torch.full((n,), float("-inf"), dtype=wide, device=logits.device)
-        sums = torch.zeros(2, n, dtype=wide, device=logits.device)  # sum of exponentials, label's logit
+        at_label = torch.zeros(n, 1, dtype=wide, device=logits.device)
+        log_p = torch.full_like(at_label, float("-inf"))  # of that column among this rank's columns
         if real:
-            for rows in _blocks(n, 2 * real * peak.element_size(), logits.device):
-                block = flat[rows, :real]
-                peak[rows] = torch.amax(block, dim=-1).to(wide)
-                shifted = torch.sub(block, peak[rows, None])
-                torch.sum(shifted.exp_(), dim=-1, out=sums[0, rows])
-            sums[1] = torch.where(mine, flat.gather(1, local)[:, 0].to(wide), 0.0)
-        if group is not None and dist.get_world_size(group) > 1:
-            local_peak = peak.clone()
-            dist.all_reduce(peak, op=dist.ReduceOp.MAX, group=group)
-            sums[0] *= (local_peak - peak).exp_()
-            dist.all_reduce(sums, group=group)
-        log_sum = sums[0].log_().add_(peak)
-        loss = log_sum - sums[1]
+            at_label = flat.gather(1, local).to(wide)
+            for rows in _blocks(n, 2 * real * at_label.element_size(), logits.device):
+                block = torch.log_softmax(flat[rows, :real].to(wide), dim=-1)
+                log_p[rows] = block.gather(1, local[rows])
+        if group is None or dist.get_world_size(group) == 1:
+            loss, share = -log_p[:, 0], None
+        else:
+            log_sum = at_label - log_p if real else log_p
+            loss, share = _combine(log_sum[:, 0], at_label[:, 0] * mine, group)
         # A label outside the vocabulary has no probability: say so loudly, without waiting for the device.
-        loss.masked_fill_((ids < 0) | (ids >= vocab_size), float("nan"))
-        ctx.save_for_backward(flat, local, mine, log_sum)
+        loss = loss.masked_fill((ids < 0) | (ids >= vocab_size), float("nan"))
+        ctx.save_for_backward(flat, local, mine, share)
         ctx.shape, ctx.real, ctx.reuse_logits, ctx.spent = logits.shape, real, reuse_logits, False
         return loss.view(labels.shape)
 
@@ -253,28 +253,40 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, d_loss: Tensor) -> tuple[Tensor, None, None, None, None, None]:
         if ctx.spent:
-            raise RuntimeError(
-                "the logits were overwritten by an earlier backward pass (reuse_logits)"
-            )
+            raise RuntimeError("an earlier backward pass has overwritten the logits (reuse_logits)")
         ctx.spent = ctx.reuse_logits
-        flat, local, mine, log_sum = ctx.saved_tensors
-        real = ctx.real
+        flat, local, mine, share = ctx.saved_tensors
+        real, n = ctx.real, flat.shape[0]
         grad = flat.detach() if ctx.reuse_logits else torch.empty_like(flat)
-        scale = d_loss.reshape(-1, 1).to(log_sum.dtype)
+        wide = d_loss.dtype
+        scale = d_loss.reshape(n, 1)
         at_label = torch.where(mine[:, None], -scale, 0.0)
-        if real < flat.shape[1]:
-            grad[:, real:] = 0.0
-        for rows in _blocks(flat.shape[0] if real else 0, 2 * real * scale.element_size(), flat.device):
-            block = flat[rows, :real]
-            if grad.dtype == log_sum.dtype:
-                probability = torch.sub(block, log_sum[rows, None], out=grad[rows, :real])
-            else:
-                probability = torch.sub(block, log_sum[rows, None])
-            probability.exp_().mul_(scale[rows])
-            probability.scatter_add_(1, local[rows].clamp(max=real - 1), at_label[rows])
-            if grad.dtype != log_sum.dtype:
-                grad[rows, :real] = probability
+        if share is not None:
+            scale = scale * share[:, None]
+        for rows in _blocks(n if real else 0, 2 * real * scale.element_size(), flat.device):
+            p = torch.softmax(flat[rows, :real].to(wide), dim=-1)
+            d_logits = torch.mul(p, scale[rows], out=grad[rows, :real] if grad.dtype == wide else p)
+            d_logits.scatter_add_(1, local[rows], at_label[rows])
+            if d_logits is p:
+                grad[rows, :real] = p
+        grad[:, real:] = 0.0
         return grad.view(ctx.shape), None, None, None, None, None
+
+
+def _combine(log_sum: Tensor, at_label: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
+    """Loss per row, and this rank's share of the softmax, from each rank's own log-sum-exp.
+
+    Args:
+        log_sum: [n], -inf on a rank that holds only padding.
+        at_label: [n], the label's logit on the rank that holds it, else 0.
+        group: ranks that hold the other columns.
+    """
+    peak = log_sum.clone()
+    dist.all_reduce(peak, op=dist.ReduceOp.MAX, group=group)
+    share = (log_sum - peak).exp_()
+    sums = torch.stack((share, at_label))
+    dist.all_reduce(sums, group=group)
+    return sums[0].log().add_(peak).sub_(sums[1]), share.div_(sums[0])
 
 
 def vocab_parallel_cross_entropy(

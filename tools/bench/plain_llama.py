@@ -129,7 +129,9 @@ class PlainTrainer:
     the benchmarks); both update fp32 master weights.
     """
 
-    def __init__(self, config: PlainConfig, precision: str = "fp32", compile_model: bool = False) -> None:
+    def __init__(
+        self, config: PlainConfig, precision: str = "fp32", compile_model: bool = False
+    ) -> None:
         torch.manual_seed(0)
         self.config, self.precision = config, precision
         self.model = PlainLlama(config)
@@ -181,7 +183,11 @@ def train_flops_per_token(config: PlainConfig) -> float:
 
 
 def measure(
-    config: PlainConfig, precision: str, steps: int = 6, warmup: int = 2, compile_model: bool = False
+    config: PlainConfig,
+    precision: str,
+    steps: int = 6,
+    warmup: int = 2,
+    compile_model: bool = False,
 ) -> dict[str, float | str | int]:
     """Train on random tokens and return the median tokens/s after `warmup` steps."""
     trainer = PlainTrainer(config, precision, compile_model)
@@ -216,7 +222,9 @@ def main() -> None:
     parser.add_argument("--warmup", type=int, default=2, help="untimed steps before them")
     parser.add_argument("--micro-batch-samples", type=int, default=4)
     parser.add_argument("--micro-batches", type=int, default=1)
-    parser.add_argument("--compile", action="store_true", help="torch.compile the model (needs a C++ compiler)")
+    parser.add_argument(
+        "--compile", action="store_true", help="torch.compile the model (needs a C++ compiler)"
+    )
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     config = PlainConfig(
