@@ -140,5 +140,11 @@ def write_checkpoint(
     """A whole checkpoint folder: tensors, a bit of optimizer state, config and tokenizer."""
     optimizer = {"optimizer.state.exp_avg.embedding.word_embeddings.weight": torch.ones(4, 4)}
     write_dcp(folder, {**tensors, **optimizer}, num_ranks)
+    write_checkpoint_description(folder, config, vocab)
+
+
+def write_checkpoint_description(folder: Path, config: str, vocab: int) -> None:
+    """What lies beside the tensors: config and tokenizer."""
+    folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.yaml").write_text(config)
     write_tokenizer(folder / "tokenizer", vocab)

@@ -1,16 +1,24 @@
 """The road from a checkpoint to a Hugging Face folder, and what stops on it."""
 
+import hashlib
 import json
 import os
 import pickle
 import shutil
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-from megatron_checkpoint import CONFIG, pack_llama, write_checkpoint, write_dcp
+from megatron_checkpoint import (
+    CONFIG,
+    pack_llama,
+    write_checkpoint,
+    write_checkpoint_description,
+    write_dcp,
+)
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
@@ -211,6 +219,58 @@ def test_reads_what_torch_writes(tmp_path):
     assert set(folder.tensors) == {"a", "b"}
     assert torch.equal(folder.read("a"), state["a"])
     assert torch.equal(folder.read("b"), state["b"])
+
+
+def save_as_rank(rank, world_size, port, config_file, folder):
+    """One rank of a run of any layout, saving its share of the initial weights as training does."""
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size))
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    from megatron_wd.backend import cpu
+    from megatron_wd.backend.world import start_world, stop_world
+    from megatron_wd.models.build import build_model
+
+    # Megatron's writer spawns a process, which imports everything once more; a forked one does too.
+    filesystem_async.get_write_results_queue("fork")
+
+    config = load_config(config_file)
+    start_world(config.parallel)
+    chunks = build_model(config)
+    with cpu.cuda_requests_on_cpu():
+        state = {f"model{i}": chunk.sharded_state_dict() for i, chunk in enumerate(chunks)}
+        dist_checkpointing.save(state, str(folder))
+    stop_world()
+
+
+@pytest.mark.distributed
+def test_megatron_checkpoints_of_every_layout_export_to_the_same_bytes(tmp_path):
+    """Written by Megatron itself; initial weights do not depend on the layout."""
+    import torch.multiprocessing as mp
+
+    import megatron_wd.models.build  # noqa: F401  before the ranks are forked: once, not in each
+    from megatron_wd.backend import cpu
+
+    cpu.install()
+    layouts = {"one": {}, "tp2pp2": {"tensor": 2, "pipeline": 2}}
+    hashes = set()
+    for name, parallel in layouts.items():
+        folder = tmp_path / name / "iter_0000003"
+        write_checkpoint_description(folder, config_text(), VOCAB)
+        text = (folder / "config.yaml").read_text() + f"parallel: {json.dumps(parallel)}\n"
+        (folder / "config.yaml").write_text(text)
+        world_size = parallel.get("tensor", 1) * parallel.get("pipeline", 1)
+        with socket.socket() as sock:
+            sock.bind(("127.0.0.1", 0))
+            port = sock.getsockname()[1]
+        arguments = (world_size, port, folder / "config.yaml", folder)
+        mp.start_processes(save_as_rank, arguments, nprocs=world_size, start_method="fork")
+        export_checkpoint(folder, tmp_path / "hf" / name)
+        weights = (tmp_path / "hf" / name / "model.safetensors").read_bytes()
+        hashes.add(hashlib.sha256(weights).hexdigest())
+    assert len(hashes) == 1
+    assert verify_export(folder, tmp_path / "hf" / name).passed
 
 
 # What stops an export: each leaves no folder behind.

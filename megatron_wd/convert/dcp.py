@@ -4,10 +4,10 @@ Such a folder holds `.metadata`, a pickle that says which part of which tensor l
 `*.distcp` files, in which each part is a little `torch.save` archive. The layout that wrote it does
 not matter: the parts of a tensor are put together from whichever files hold them.
 
-torch's own reader unpickles `.metadata` without restriction, and Megatron's reads the objects beside
-the tensors in the same way, so that a stranger's checkpoint could run code. Here the pickle can only
-name what such an index consists of, and even that becomes inert records; parts are read with
-`weights_only=True`, and objects not at all.
+torch's own reader unpickles `.metadata` without restriction, and Megatron's reads the objects
+beside the tensors in the same way, so that a stranger's checkpoint could run code. Here the pickle
+can only name what such an index consists of, and even that becomes inert records; parts are read
+with `weights_only=True`, and objects not at all.
 """
 
 from __future__ import annotations
