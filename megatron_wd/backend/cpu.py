@@ -153,7 +153,11 @@ class _CudaRequestsOnCpu(TorchFunctionMode):
     """Maps `device="cuda"` to the CPU and lets `Tensor.type()` answer with the CUDA name."""
 
     def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
         device = kwargs.get("device")

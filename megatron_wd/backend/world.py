@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import logging
 import os
 import socket
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -62,6 +64,20 @@ def pick_device() -> torch.device:
     return torch.device("cpu")
 
 
+def quiet_libraries() -> None:
+    """Drops remarks that Megatron Core and torch make about choices which are ours, and on purpose.
+
+    Ours to know: torch kernels instead of Transformer Engine's, torch_dist checkpoints written into a
+    folder that already holds the configuration, collectives that torch will rename.
+    """
+    logging.getLogger("megatron").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", message="Transformer Engine and Apex are not installed")
+    warnings.filterwarnings("ignore", message="full scope is deprecated")
+    warnings.filterwarnings("ignore", message=".*is experimental and still under active development")
+    warnings.filterwarnings("ignore", category=FutureWarning, message="`torch.distributed")
+    warnings.filterwarnings("ignore", category=SyntaxWarning)
+
+
 def start_world(parallel: ParallelConfig, *, timeout_s: float = 1800.0) -> World:
     """Joins the process group that torchrun (or a single process) announces and lays it out.
 
@@ -72,9 +88,10 @@ def start_world(parallel: ParallelConfig, *, timeout_s: float = 1800.0) -> World
     Returns:
         This rank's place. The number of processes must fit the layout (`config.validate_world`).
     """
+    quiet_libraries()
+    device = pick_device()
     from megatron.core import parallel_state
 
-    device = pick_device()
     if not dist.is_initialized():
         if "RANK" not in os.environ:
             os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1")
@@ -165,3 +182,22 @@ def memory_bytes(world: World) -> int:
     largest = torch.tensor(used, dtype=torch.int64, device=world.device)
     dist.all_reduce(largest, op=dist.ReduceOp.MAX)
     return int(largest)
+
+
+def run_on_main(world: World, action: Callable[[], None]) -> None:
+    """Runs something on the main rank alone; an error there is raised on every rank, so none waits.
+
+    Collective: every rank must call it.
+
+    Raises:
+        Exception: whatever `action` raised on the main rank.
+    """
+    outcome: list[Exception | None] = [None]
+    if world.is_main:
+        try:
+            action()
+        except Exception as error:
+            outcome[0] = error
+    dist.broadcast_object_list(outcome, src=0)
+    if outcome[0] is not None:
+        raise outcome[0]

@@ -172,4 +172,3 @@ def distribute_model(model: list[nn.Module], config: Config) -> list[nn.Module]:
             )
             for index, chunk in enumerate(model)
         ]
-

@@ -17,21 +17,24 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
 from megatron.core.optimizer import MegatronOptimizer
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_wd.backend import cpu
-from megatron_wd.backend.world import World
+from megatron_wd.backend.world import World, run_on_main
 from megatron_wd.config import Config, UserError, resolved_yaml
 from megatron_wd.models.names import unwrap
 
 LATEST_FILE = "latest_checkpointed_iteration.txt"
 _PARTIAL_PREFIX = ".partial-"
 # The optimizer state in this format can be loaded on another TP, PP and DP.
-_OPTIMIZER_FORMAT = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
+_OPTIMIZER_FORMAT = {
+    "distrib_optim_sharding_type": "fully_reshardable",
+    "chained_optim_avoid_prefix": True,
+}
 
 
 @dataclass
@@ -123,9 +126,10 @@ class Checkpointer:
                     async_sharded_save=self._queue is not None,
                     async_strategy="mcore",
                 )
-        except Exception as error:
+        except (OSError, CheckpointException) as error:
+            # Megatron reports a rank's failed write to all of them; what exactly failed was printed there.
             self._clean_up(partial)
-            raise _save_error(target, error) from error
+            raise _save_error(target, _root_cause(error)) from error
         if self._queue is None:
             self._finish(partial, target, progress.step)
         else:
@@ -179,16 +183,11 @@ class Checkpointer:
             shutil.rmtree(self.folder / iteration_name(step))
 
     def _on_main(self, action: Callable[[], None], target: Path) -> None:
-        """Runs something on the main rank; its failure is every rank's."""
-        outcome: list[str | None] = [None]
-        if self.world.is_main:
-            try:
-                action()
-            except OSError as error:
-                outcome[0] = str(error)
-        dist.broadcast_object_list(outcome, src=0)
-        if outcome[0] is not None:
-            raise _save_error(target, outcome[0])
+        """Runs something on the main rank; a disk that refuses there stops every rank."""
+        try:
+            run_on_main(self.world, action)
+        except OSError as error:
+            raise _save_error(target, error) from error
 
     def _clean_up(self, partial: Path) -> None:
         if self.world.is_main:
@@ -203,6 +202,14 @@ def checkpoint_bytes(config: Config) -> int:
     return num_parameters(config.model) * (weight_bytes + 12)
 
 
+def _root_cause(error: Exception) -> str:
+    failures = getattr(error, "failures", None)
+    if not failures:
+        return str(error)
+    rank, (cause, _trace) = next(iter(failures.items()))
+    return f"rank {rank}: {cause}"
+
+
 def _save_error(target: Path, reason: object) -> UserError:
     return UserError(
         f"checkpoint {target} could not be saved: {reason}. The checkpoint before it stays the latest. Free "
@@ -210,9 +217,7 @@ def _save_error(target: Path, reason: object) -> UserError:
     )
 
 
-def load_checkpoint(
-    path: Path, model: list[nn.Module], optimizer: MegatronOptimizer
-) -> Progress:
+def load_checkpoint(path: Path, model: list[nn.Module], optimizer: MegatronOptimizer) -> Progress:
     """Loads weights, optimizer state and progress, saved on any layout. Collective.
 
     Raises:
@@ -242,7 +247,9 @@ def _state_dict(
     flat = {key: value for chunk in state.values() for key, value in chunk.items()}
     with cpu.cuda_requests_on_cpu():
         state["optimizer"] = optimizer.sharded_state_dict(
-            state if len(model) > 1 else flat, is_loading=is_loading, metadata=dict(_OPTIMIZER_FORMAT)
+            state if len(model) > 1 else flat,
+            is_loading=is_loading,
+            metadata=dict(_OPTIMIZER_FORMAT),
         )
     return state
 

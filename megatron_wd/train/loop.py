@@ -82,7 +82,7 @@ def train(run: Run, stop: StopSignal) -> bool:
                 config.train.micro_batch_samples,
             )
         )
-        local_loss = forward_backward(run.model, batches, config)
+        local_loss = forward_backward(run.model, run.optimizer, batches, config)
         lr = learning_rate(step, config)
         try:
             loss, stop_now = agree(local_loss, stop.requested, world)

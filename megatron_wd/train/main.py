@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-import warnings
 from pathlib import Path
 
 from megatron_wd.config import Config, UserError, resolved_yaml, validate_world
@@ -20,7 +19,6 @@ def run(config: Config, *, dry_run: bool = False) -> int:
     Returns:
         The exit code: 0 done, 1 stopped on a NaN, 2 wrong use, 3 stopped on a signal after saving.
     """
-    warnings.filterwarnings("ignore", message="Transformer Engine and Apex are not installed")
     is_main = os.environ.get("RANK", "0") == "0"
     try:
         validate_world(config, int(os.environ.get("WORLD_SIZE", "1")))
@@ -71,6 +69,7 @@ def build_run(config: Config, world, *, dry_run: bool):  # noqa: ANN001, ANN201
     """
     import torch.distributed as dist
 
+    from megatron_wd.backend.world import run_on_main
     from megatron_wd.data.dataset import SampleStream, check_data
     from megatron_wd.data.tokenizer import load_tokenizer
     from megatron_wd.models.build import build_model, check_runtime, distribute_model
@@ -112,7 +111,7 @@ def build_run(config: Config, world, *, dry_run: bool):  # noqa: ANN001, ANN201
         if not dry_run:
             startup.prepare_run_dir(config, resolved_yaml(config))
 
-    _on_main(world, check_files)
+    run_on_main(world, check_files)
     model = distribute_model(build_model(config), config)
     optimizer = build_optimizer(model, config)
     prepare_schedules(model, optimizer)
@@ -149,17 +148,3 @@ def build_run(config: Config, world, *, dry_run: bool):  # noqa: ANN001, ANN201
         peak_tflops=peak[0],
     )
 
-
-def _on_main(world, check) -> None:  # noqa: ANN001
-    """Runs a check on the main rank; a user's mistake found there stops every rank."""
-    import torch.distributed as dist
-
-    found: list[str | None] = [None]
-    if world.is_main:
-        try:
-            check()
-        except UserError as error:
-            found[0] = str(error)
-    dist.broadcast_object_list(found, src=0)
-    if found[0] is not None:
-        raise UserError(found[0])

@@ -42,7 +42,9 @@ class MetricsWriter:
 
     def write(self, step: int, values: Row) -> None:
         """Appends one row; values that are None are left out of TensorBoard."""
-        self._file.write(json.dumps({"step": step, "time_s": round(time.time(), 3), **values}) + "\n")
+        self._file.write(
+            json.dumps({"step": step, "time_s": round(time.time(), 3), **values}) + "\n"
+        )
         if self._tensorboard is not None:
             for name, value in values.items():
                 if value is not None:
@@ -101,7 +103,13 @@ class Stopwatch:
 
 
 def progress_line(
-    step: int, steps: int, loss: float, lr: float, grad_norm: float, tokens_per_s: float, step_s: float
+    step: int,
+    steps: int,
+    loss: float,
+    lr: float,
+    grad_norm: float,
+    tokens_per_s: float,
+    step_s: float,
 ) -> str:
     """One line for the terminal, with the time that is left."""
     left_s = round((steps - step) * step_s)

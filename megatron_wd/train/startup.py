@@ -73,12 +73,12 @@ def changed_fields(saved: Path, config: Config) -> list[str]:
     return changes
 
 
-def _leaves(before: Any, now: Any, path: tuple[str, ...] = ()) -> list[tuple[tuple[str, ...], Any, Any]]:
+def _leaves(
+    before: Any, now: Any, path: tuple[str, ...] = ()
+) -> list[tuple[tuple[str, ...], Any, Any]]:
     if isinstance(before, dict) and isinstance(now, dict):
         return [
-            leaf
-            for key in before
-            for leaf in _leaves(before[key], now.get(key), (*path, str(key)))
+            leaf for key in before for leaf in _leaves(before[key], now.get(key), (*path, str(key)))
         ]
     return [(path, before, now)]
 
@@ -125,7 +125,9 @@ def memory_bytes_per_rank(config: Config, world: World) -> int:
     model, parallel = config.model, config.parallel
     half = config.precision != "fp32"
     params = num_parameters(model) / (parallel.tensor * parallel.pipeline)
-    state = params * ((8 + (4 if half else 0)) / (world.data_size if parallel.distributed_optimizer else 1))
+    state = params * (
+        (8 + (4 if half else 0)) / (world.data_size if parallel.distributed_optimizer else 1)
+    )
     weights = params * ((2 if half else 4) + 4)
     tokens = config.train.micro_batch_samples * config.train.sequence_tokens
     value = 2 if half else 4
@@ -139,7 +141,11 @@ def memory_bytes_per_rank(config: Config, world: World) -> int:
 
 
 def summary(
-    config: Config, world: World, decay: list[DecayRow], tokens_in_data: int, peak: tuple[float | None, str]
+    config: Config,
+    world: World,
+    decay: list[DecayRow],
+    tokens_in_data: int,
+    peak: tuple[float | None, str],
 ) -> str:
     """What is about to happen, in less than 40 lines."""
     model, train, parallel, optim = config.model, config.train, config.parallel, config.optim
@@ -184,4 +190,3 @@ def _numel(shape: tuple[int, ...]) -> int:
     for size in shape:
         count *= size
     return count
-

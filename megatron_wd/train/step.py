@@ -43,7 +43,9 @@ def prepare_schedules(model: list[nn.Module], optimizer: MegatronOptimizer) -> N
         config.grad_sync_func = sync if len(model) > 1 else sync[0]
 
 
-def forward_backward(model: list[nn.Module], batches: list[Batch], config: Config) -> Tensor | None:
+def forward_backward(
+    model: list[nn.Module], optimizer: MegatronOptimizer, batches: list[Batch], config: Config
+) -> Tensor | None:
     """Runs all micro-batches of a step; gradients are left in the model's buffers.
 
     Returns:
@@ -52,6 +54,9 @@ def forward_backward(model: list[nn.Module], batches: list[Batch], config: Confi
     """
     for chunk in model:
         chunk.zero_grad_buffer()  # type: ignore[operator]
+    # Without the distributed optimizer `param.grad` is the buffer itself after an update; left there,
+    # the next backward pass would add the buffer to itself.
+    optimizer.zero_grad()
     with cpu.cuda_requests_on_cpu():
         results = get_forward_backward_func()(
             forward_step_func=_forward,
@@ -171,7 +176,9 @@ def _forward(batches: Iterator[Batch], model: nn.Module) -> tuple[Tensor, Any]:
     return losses, partial(_reduce_loss, weights=batch.get("weights"))
 
 
-def _reduce_loss(losses: Tensor, weights: Tensor | None) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+def _reduce_loss(
+    losses: Tensor, weights: Tensor | None
+) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """losses [b, s] -> (sum for the gradient, number of tokens, what is reported)."""
     total = losses.sum()
     tokens = torch.tensor(losses.numel(), dtype=torch.int, device=losses.device)
