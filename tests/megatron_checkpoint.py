@@ -18,6 +18,11 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from megatron_wd.config import load_config
+
+VOCAB = 251
 
 CONFIG = """
 run_dir: runs/tiny
@@ -148,3 +153,52 @@ def write_checkpoint_description(folder: Path, config: str, vocab: int) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.yaml").write_text(config)
     write_tokenizer(folder / "tokenizer", vocab)
+
+
+def llama(kv_heads=2, tied=False, layers=2):
+    """A transformers model with random weights everywhere, norms too: all-ones hides mistakes."""
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=VOCAB,
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=layers,
+            num_attention_heads=4,
+            num_key_value_heads=kv_heads,
+            rms_norm_eps=1e-5,
+            rope_parameters={"rope_type": "default", "rope_theta": 20000.0},
+            tie_word_embeddings=tied,
+            max_position_embeddings=64,
+        )
+    )
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(std=0.5).add_(0.1)
+    return model.eval()
+
+
+def config_text(kv_heads=2, tied=False, layers=2):
+    return CONFIG.format(kv_heads=kv_heads, tied=str(tied).lower(), layers=layers, vocab=VOCAB)
+
+
+def model_config(folder, **shape):
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.yaml").write_text(config_text(**shape))
+    return load_config(folder / "config.yaml").model
+
+
+def make_run(tmp_path, num_ranks=1, steps=(20,), change=None, dtype=None, **shape):
+    """A run folder with checkpoints, and the transformers model that they hold."""
+    model = llama(**shape)
+    tensors = pack_llama(model.state_dict(), model_config(tmp_path / "shape", **shape))
+    if dtype is not None:
+        tensors = {name: tensor.to(dtype) for name, tensor in tensors.items()}
+    if change is not None:
+        change(tensors)
+    checkpoints = tmp_path / "run" / "checkpoints"
+    for step in steps:
+        folder = checkpoints / f"iter_{step:07d}"
+        write_checkpoint(folder, tensors, config_text(**shape), VOCAB, num_ranks)
+    (checkpoints / "latest_checkpointed_iteration.txt").write_text(str(steps[-1]))
+    return tmp_path / "run", model

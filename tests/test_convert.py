@@ -1,9 +1,8 @@
-"""The road from a checkpoint to a Hugging Face folder, and what stops on it."""
+"""The road from a checkpoint to a Hugging Face folder."""
 
 import hashlib
 import json
 import os
-import pickle
 import shutil
 import socket
 import subprocess
@@ -13,14 +12,16 @@ from pathlib import Path
 import pytest
 import torch
 from megatron_checkpoint import (
-    CONFIG,
+    VOCAB,
+    config_text,
+    llama,
+    make_run,
+    model_config,
     pack_llama,
-    write_checkpoint,
     write_checkpoint_description,
-    write_dcp,
 )
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 from megatron_wd.config import UserError, load_config
 from megatron_wd.convert.checkpoint import open_checkpoint
@@ -28,59 +29,8 @@ from megatron_wd.convert.dcp import TensorFolder
 from megatron_wd.convert.names import tensors_of
 from megatron_wd.convert.to_hf import export_checkpoint
 from megatron_wd.convert.verify import compare_logits, verify_export
-from megatron_wd.evals.generate import generate
 
-VOCAB = 251
 ROOT = Path(__file__).resolve().parent.parent
-
-
-def llama(kv_heads=2, tied=False, layers=2):
-    """A transformers model with random weights everywhere, norms too: all-ones hides mistakes."""
-    torch.manual_seed(0)
-    model = LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=VOCAB,
-            hidden_size=32,
-            intermediate_size=48,
-            num_hidden_layers=layers,
-            num_attention_heads=4,
-            num_key_value_heads=kv_heads,
-            rms_norm_eps=1e-5,
-            rope_parameters={"rope_type": "default", "rope_theta": 20000.0},
-            tie_word_embeddings=tied,
-            max_position_embeddings=64,
-        )
-    )
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.normal_(std=0.5).add_(0.1)
-    return model.eval()
-
-
-def config_text(kv_heads=2, tied=False, layers=2):
-    return CONFIG.format(kv_heads=kv_heads, tied=str(tied).lower(), layers=layers, vocab=VOCAB)
-
-
-def model_config(folder, **shape):
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.yaml").write_text(config_text(**shape))
-    return load_config(folder / "config.yaml").model
-
-
-def make_run(tmp_path, num_ranks=1, steps=(20,), change=None, dtype=None, **shape):
-    """A run folder with checkpoints, and the transformers model that they hold."""
-    model = llama(**shape)
-    tensors = pack_llama(model.state_dict(), model_config(tmp_path / "shape", **shape))
-    if dtype is not None:
-        tensors = {name: tensor.to(dtype) for name, tensor in tensors.items()}
-    if change is not None:
-        change(tensors)
-    checkpoints = tmp_path / "run" / "checkpoints"
-    for step in steps:
-        folder = checkpoints / f"iter_{step:07d}"
-        write_checkpoint(folder, tensors, config_text(**shape), VOCAB, num_ranks)
-    (checkpoints / "latest_checkpointed_iteration.txt").write_text(str(steps[-1]))
-    return tmp_path / "run", model
 
 
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
@@ -273,172 +223,6 @@ def test_megatron_checkpoints_of_every_layout_export_to_the_same_bytes(tmp_path)
     assert verify_export(folder, tmp_path / "hf" / name).passed
 
 
-# What stops an export: each leaves no folder behind.
-
-
-def export_error(tmp_path, source, **options):
-    with pytest.raises(UserError) as caught:
-        export_checkpoint(source, tmp_path / "hf", **options)
-    assert not (tmp_path / "hf").exists()
-    assert not list(tmp_path.glob(".hf*"))
-    return str(caught.value)
-
-
-def test_tensors_that_do_not_fit_are_named(tmp_path):
-    def change(tensors):
-        del tensors["decoder.layers.2.self_attention.linear_proj.weight"]
-        tensors["decoder.layers.0.self_attention.q_norm.weight"] = torch.ones(8)
-        tensors["decoder.final_norm.weight"] = torch.ones(31)
-
-    run, _ = make_run(tmp_path, change=change)
-    message = export_error(tmp_path, run)
-    assert "missing: decoder.layers.2.self_attention.linear_proj.weight" in message
-    assert "not part of the model: decoder.layers.0.self_attention.q_norm.weight" in message
-    assert "decoder.final_norm.weight has [31] instead of [32]" in message
-
-
-def test_an_output_layer_in_a_tied_model_is_an_extra_tensor(tmp_path):
-    def change(tensors):
-        tensors["output_layer.weight"] = torch.ones(256, 32)
-
-    run, _ = make_run(tmp_path, tied=True, change=change)
-    assert "not part of the model: output_layer.weight" in export_error(tmp_path, run)
-
-
-def test_half_a_checkpoint_is_refused(tmp_path):
-    run, _ = make_run(tmp_path, num_ranks=2)
-    folder = run / "checkpoints" / "iter_0000020"
-    data = folder / "__1_0.distcp"
-    whole = data.read_bytes()
-
-    data.write_bytes(whole[: len(whole) // 2])
-    assert "__1_0.distcp has" in export_error(tmp_path, run)
-    damaged = bytearray(whole)
-    damaged[100:400] = bytes(300)
-    data.write_bytes(damaged)
-    assert "__1_0.distcp" in export_error(tmp_path, run)
-    data.unlink()
-    assert "__1_0.distcp is missing" in export_error(tmp_path, run)
-    data.write_bytes(whole)
-    index = (folder / ".metadata").read_bytes()
-    (folder / ".metadata").write_bytes(index[: len(index) // 2])
-    assert ".metadata is damaged" in export_error(tmp_path, run)
-    (folder / ".metadata").unlink()
-    assert "not a complete checkpoint" in export_error(tmp_path, run)
-
-
-def test_a_folder_that_does_not_describe_itself_is_refused(tmp_path):
-    run, _ = make_run(tmp_path, layers=1)
-    folder = run / "checkpoints" / "iter_0000020"
-    (folder / "tokenizer").rename(tmp_path / "tokenizer")
-    assert "--tokenizer" in export_error(tmp_path, run)
-    (folder / "config.yaml").unlink()
-    assert "no config.yaml" in export_error(tmp_path, run)
-    (run / "checkpoints" / "latest_checkpointed_iteration.txt").unlink()
-    assert "there are: 20" in export_error(tmp_path, run)
-    assert "does not exist" in export_error(tmp_path, tmp_path / "nowhere")
-    assert "no finished checkpoint" in export_error(tmp_path, tmp_path / "tokenizer")
-
-
-def test_a_tokenizer_larger_than_the_model_is_refused(tmp_path):
-    from megatron_checkpoint import write_tokenizer
-
-    run, _ = make_run(tmp_path, layers=1)
-    write_tokenizer(tmp_path / "large", 300)
-    message = export_error(tmp_path, run, tokenizer=tmp_path / "large")
-    assert "300 tokens, but the model only 251" in message
-
-
-class _Evil:
-    def __init__(self, path):
-        self.path = path
-
-    def __reduce__(self):
-        return os.mkdir, (str(self.path),)
-
-
-def test_a_malicious_pickle_does_not_run(tmp_path):
-    run, _ = make_run(tmp_path, layers=1)
-    folder = run / "checkpoints" / "iter_0000020"
-    trap = tmp_path / "executed"
-
-    index = folder / ".metadata"
-    good = index.read_bytes()
-    index.write_bytes(pickle.dumps(_Evil(trap)))
-    assert "posix.mkdir" in export_error(tmp_path, run)
-    # A dotted name, which pickle would follow through the attributes of an allowed module.
-    index.write_bytes(b"\x80\x04\x8c\x05torch\x8c\x0bserialize.x\x93.")
-    assert "torch.serialize.x" in export_error(tmp_path, run)
-    index.write_bytes(good)
-
-    write_dcp(tmp_path / "evil", {"embedding.word_embeddings.weight": _EvilTensor.make(trap)})
-    shutil.copy(tmp_path / "evil" / "__0_0.distcp", folder / "__0_0.distcp")
-    shutil.copy(tmp_path / "evil" / ".metadata", index)
-    with pytest.raises(UserError, match=r"embeddings\.weight cannot be read"):
-        TensorFolder(folder).read("embedding.word_embeddings.weight")
-    assert not trap.exists()
-
-
-class _EvilTensor(torch.Tensor):
-    """A tensor whose pickle runs a command."""
-
-    @staticmethod
-    def make(path):
-        tensor = torch.ones(4, 4).as_subclass(_EvilTensor)
-        tensor.trap = path
-        return tensor
-
-    def chunk(self, *_args, **_kwargs):
-        return [self]
-
-    def clone(self):
-        return self
-
-    def __reduce_ex__(self, protocol):
-        return os.mkdir, (str(self.trap),)
-
-
-def test_an_index_that_points_outside_is_refused(tmp_path):
-    write_dcp(tmp_path / "dcp", {"a": torch.ones(2, 2)})
-    index = tmp_path / "dcp" / ".metadata"
-    metadata = pickle.loads(index.read_bytes())
-    for place in metadata.storage_data.values():
-        place.relative_path = "../secret"
-    index.write_bytes(pickle.dumps(metadata))
-    with pytest.raises(UserError, match="outside the checkpoint"):
-        TensorFolder(tmp_path / "dcp")
-
-
-def test_parts_that_leave_a_hole_are_refused(tmp_path):
-    write_dcp(tmp_path / "dcp", {"a": torch.ones(4, 2)}, num_ranks=2)
-    index = tmp_path / "dcp" / ".metadata"
-    metadata = pickle.loads(index.read_bytes())
-    metadata.state_dict_metadata["a"].chunks.pop()
-    index.write_bytes(pickle.dumps(metadata))
-    with pytest.raises(UserError, match="parts of tensor a do not make up the whole"):
-        TensorFolder(tmp_path / "dcp")
-
-
-def test_an_existing_folder_is_kept_unless_it_is_an_earlier_export(tmp_path):
-    run, _ = make_run(tmp_path, layers=1)
-    out = tmp_path / "out"
-    out.mkdir()
-    export_checkpoint(run, out)  # an empty folder is fine
-    with pytest.raises(UserError, match="--force"):
-        export_checkpoint(run, out)
-    (out / "model.safetensors").write_bytes(b"old")
-    export_checkpoint(run, out, force=True)
-    assert (out / "model.safetensors").stat().st_size > 10_000
-    (out / "notes.txt").write_text("mine")
-    with pytest.raises(UserError, match=r"notes\.txt"):
-        export_checkpoint(run, out, force=True)
-    (tmp_path / "precious").mkdir()
-    (tmp_path / "precious" / "thesis.tex").write_text("mine")
-    with pytest.raises(UserError, match="does not look like an export"):
-        export_checkpoint(run, tmp_path / "precious", force=True)
-    assert (tmp_path / "precious" / "thesis.tex").read_text() == "mine"
-
-
 def test_logits_are_compared_by_their_largest_difference():
     ours = torch.zeros(1, 3, 4)
     ours[..., 2] = 10.0
@@ -468,52 +252,6 @@ def test_verify_compares_with_the_megatron_model(tmp_path, tied, num_ranks, dtyp
         broken[key] = good[key].roll(1, dims=0).contiguous()
         save_file(broken, file, {"format": "pt"})
         assert not verify_export(run, tmp_path / "hf", dtype=report.dtype).passed
-
-
-# Text from an export.
-
-
-@pytest.fixture(scope="module")
-def exported(tmp_path_factory):
-    tmp_path = tmp_path_factory.mktemp("exported")
-    run, model = make_run(tmp_path)
-    export_checkpoint(run, tmp_path / "hf")
-    return tmp_path / "hf", model
-
-
-def test_greedy_text_is_the_most_likely_token_each_time(exported):
-    folder, model = exported
-    (text,) = generate(folder, "w7 w8 w9", max_new_tokens=3, temperature=None)
-    tokens = [7, 8, 9]
-    for _ in range(3):
-        tokens.append(int(model(torch.tensor([tokens])).logits[0, -1].argmax()))
-    assert text.split() == [f"w{token}" for token in tokens[3:]]
-
-
-def test_samples_follow_their_seed(exported):
-    folder, _ = exported
-    options = {"max_new_tokens": 5, "num_samples": 3, "temperature": 1.0}
-    first = generate(folder, "w7", seed=1, **options)
-    assert len(first) == 3
-    assert generate(folder, "w7", seed=1, **options) == first
-    assert generate(folder, "w7", seed=2, **options) != first
-    assert generate(folder, "", seed=1, **options)
-
-
-def test_text_longer_than_the_model_is_an_error(exported):
-    with pytest.raises(UserError, match="64 tokens that the model"):
-        generate(exported[0], "w7 w8", max_new_tokens=63)
-
-
-def test_a_folder_without_a_model_is_an_error(exported, tmp_path):
-    with pytest.raises(UserError, match="is no folder"):
-        generate(tmp_path / "nowhere", "w7")
-    with pytest.raises(UserError, match=r"no config\.json"):
-        generate(tmp_path, "w7")
-    shutil.copytree(exported[0], tmp_path / "copy")
-    (tmp_path / "copy" / "model.safetensors").write_bytes(b"broken")
-    with pytest.raises(UserError, match="cannot be loaded"):
-        generate(tmp_path / "copy", "w7")
 
 
 def run_tool(tool, *arguments, text=None):
