@@ -1,7 +1,10 @@
-"""The C library's memory allocator on the CPU: keep what training frees, it is wanted again at once.
+"""The C library's memory allocator on the CPU: keep what training frees, it is wanted again at
+once.
 
-Every step allocates and frees the same activations. glibc gives large freed blocks back to the kernel and gets
-them again as fresh pages, each zeroed at first touch: here 14 ms for the 33 MB of one step's logits, as long as
+Every step allocates and frees the same activations. glibc gives large freed blocks back to the
+kernel and gets
+them again as fresh pages, each zeroed at first touch: here 14 ms for the 33 MB of one step's
+    logits, as long as
 the matrix product that fills them. Kept, they cost nothing.
 """
 
@@ -17,7 +20,8 @@ _GROW_BYTES = 64 << 20
 
 
 def keep_freed_memory() -> bool:
-    """Tells glibc to keep freed memory in this process from now on; call before the first large tensor.
+    """Tells glibc to keep freed memory in this process from now on; call before the first large
+    tensor.
 
     Returns:
         Whether the C library took it. False, without any effect, where it is not glibc.

