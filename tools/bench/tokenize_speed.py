@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 TOOLS = Path(__file__).resolve().parent.parent
-_tokenizer: Any = None
+sys.path.insert(0, str(TOOLS.parent))
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -42,47 +42,6 @@ def parse_arguments() -> argparse.Namespace:
     add("--json", action="store_true", help="print the result as JSON")
     add("--as-reference", metavar="OUT", help=argparse.SUPPRESS)
     return parser.parse_args()
-
-
-def reference(args: argparse.Namespace) -> None:
-    """The approach of Megatron-LM's script, in our own words."""
-    import multiprocessing
-
-    from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
-
-    _load_reference(args.tokenizer)
-    size = _tokenizer.vocab_size() if callable(_tokenizer.vocab_size) else len(_tokenizer)
-    builder = IndexedDatasetBuilder(args.as_reference + ".bin", dtype=DType.optimal_dtype(size))
-    with (
-        open(args.input, encoding="utf-8") as lines,
-        multiprocessing.Pool(args.workers, _load_reference, (args.tokenizer,)) as pool,
-    ):
-        for ids in pool.imap(_encode_reference, lines, 32):
-            if ids:
-                builder.add_document(ids, [len(ids)])
-    builder.finalize(args.as_reference + ".idx")
-
-
-def _load_reference(path: str) -> None:
-    global _tokenizer
-    if path.endswith(".model"):
-        import sentencepiece
-
-        _tokenizer = sentencepiece.SentencePieceProcessor(model_file=path)
-    else:
-        import transformers
-
-        transformers.logging.set_verbosity_error()
-        _tokenizer = transformers.AutoTokenizer.from_pretrained(path)
-
-
-def _encode_reference(line: str) -> list[int]:
-    text = json.loads(line)["text"]
-    if hasattr(_tokenizer, "piece_to_id"):
-        ids = _tokenizer.encode(text)
-        return [*ids, _tokenizer.eos_id()] if ids else []
-    ids = _tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
-    return [*ids, _tokenizer.eos_token_id] if ids else []
 
 
 def standard_library(path: Path) -> None:
@@ -137,7 +96,7 @@ def compare(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     result: dict[str, Any] = {
         "input_mb": round(megabytes, 1),
         "tokenizer": args.tokenizer,
-        "reference": args.reference_command or "the same approach, in tokenize_speed.py",
+        "reference": args.reference_command or "the same approach, megatron_wd/data/plain.py",
         "equal_output": Path(ours_out + ".bin").read_bytes() == their_bin.read_bytes(),
         "load_average": os.getloadavg()[0],
     }
@@ -157,7 +116,9 @@ def compare(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
 def main() -> int:
     args = parse_arguments()
     if args.as_reference:
-        reference(args)
+        from megatron_wd.data.plain import prepare_plain
+
+        prepare_plain(args.input, args.tokenizer, args.as_reference, args.workers)
         return 0
     with tempfile.TemporaryDirectory() as folder:
         result = compare(args, Path(folder))
