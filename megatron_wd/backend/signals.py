@@ -9,7 +9,10 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 
 class StopSignal:
-    """Remembers that a signal came; a second one ends the process at once.
+    """Remembers that a signal came.
+
+    A repeated SIGTERM changes nothing: under Slurm a process gets it from the scheduler and again from its
+    launcher, and must not die while it saves. A second Ctrl-C ends the process at once.
 
     Attributes:
         requested: whether a signal came.
@@ -20,8 +23,9 @@ class StopSignal:
         self._before = {number: signal.signal(number, self._handle) for number in SIGNALS}
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self.requested and number == signal.SIGINT:
+            raise KeyboardInterrupt
         self.requested = True
-        self.restore()
 
     def restore(self) -> None:
         """Puts back the handlers that were there before."""

@@ -67,14 +67,14 @@ def pick_device() -> torch.device:
 def quiet_libraries() -> None:
     """Drops remarks that Megatron Core and torch make about choices which are ours, and on purpose.
 
-    Ours to know: torch kernels instead of Transformer Engine's, torch_dist checkpoints written into a
-    folder that already holds the configuration, collectives that torch will rename.
+    Ours to know: torch kernels instead of Transformer Engine's and Apex's, torch_dist checkpoints written
+    into a folder that already holds the configuration, collectives that torch will rename, no CUDA.
+    Call it before Megatron Core is imported.
     """
     logging.getLogger("megatron").setLevel(logging.ERROR)
-    warnings.filterwarnings("ignore", message="Transformer Engine and Apex are not installed")
-    warnings.filterwarnings("ignore", message="full scope is deprecated")
-    warnings.filterwarnings("ignore", message=".*is experimental and still under active development")
-    warnings.filterwarnings("ignore", category=FutureWarning, message="`torch.distributed")
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", module=r"megatron\.")
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
     warnings.filterwarnings("ignore", category=SyntaxWarning)
 
 

@@ -32,7 +32,7 @@ class TokenFile:
     """
 
     def __init__(self, prefix: str) -> None:
-        from megatron.core.datasets.indexed_dataset import DType, IndexedDataset
+        from megatron.core.datasets.indexed_dataset import DType, _IndexReader
 
         bin_path, idx_path = Path(prefix + ".bin"), Path(prefix + ".idx")
         for path in (bin_path, idx_path):
@@ -45,7 +45,7 @@ class TokenFile:
             raise UserError(f"data file {bin_path} is empty. Prepare it again.")
         try:
             # Megatron validates by `assert` and struct errors; a damaged file is a user's matter here.
-            index = IndexedDataset(prefix, mmap=True).index
+            index = _IndexReader(str(idx_path), multimodal=False)
             self.num_documents = int(index.document_count) - 1
             expected_tokens = int(np.sum(index.sequence_lengths, dtype=np.int64))
             dtype = index.dtype
@@ -78,10 +78,12 @@ class TokenFile:
         start = index * sequence_tokens
         return self.tokens[start : start + sequence_tokens + 1].astype(np.int64)
 
-    def largest_id(self, chunk_tokens: int = 1 << 24) -> int:
-        """The largest token id in the file; reads all of it."""
-        starts = range(0, len(self.tokens), chunk_tokens)
-        return max(int(self.tokens[start : start + chunk_tokens].max()) for start in starts)
+    def largest_id(self, most_tokens: int = 1 << 30) -> int:
+        """The largest token id among at most `most_tokens` tokens, in stretches over the whole file."""
+        stretch = 1 << 22
+        starts = range(0, len(self.tokens), stretch)
+        every = max(1, len(self.tokens) // most_tokens)
+        return max(int(self.tokens[start : start + stretch].max()) for start in starts[::every])
 
 
 def permuted(index: int, size: int, key: str) -> int:
@@ -190,20 +192,20 @@ class SampleStream:
         return self.files[corpus].window(window, self.sequence_tokens)
 
 
-def check_data(stream: SampleStream, vocab_size: int, tokenizer_sha256: str | None) -> None:
+def check_data(stream: SampleStream, vocab_size: int, tokenizer_sha256: str) -> None:
     """Stops where data and model or tokenizer do not belong together.
 
     Args:
         stream: opened corpora.
         vocab_size: ids that the model has.
-        tokenizer_sha256: of the configured tokenizer; None skips the comparison.
+        tokenizer_sha256: of the configured tokenizer.
 
     Raises:
         UserError: naming the corpus, both sides and the remedy.
     """
     for file in stream.files:
         manifest = file.manifest()
-        if manifest is not None and tokenizer_sha256 is not None:
+        if manifest is not None:
             made_with = manifest["tokenizer"]["sha256"]
             if made_with != tokenizer_sha256:
                 raise UserError(
@@ -211,11 +213,11 @@ def check_data(stream: SampleStream, vocab_size: int, tokenizer_sha256: str | No
                     f"than data.tokenizer (sha256 {tokenizer_sha256[:12]}). Point data.tokenizer at the "
                     "one that was used, or prepare the data again."
                 )
-        largest = int(manifest["largest_id"]) if manifest and "largest_id" in manifest else None
-        if largest is None:
-            largest = file.largest_id()
+            continue  # the tokenizer's own size is checked against the model's
+        largest = file.largest_id()
         if largest >= vocab_size:
             raise UserError(
                 f"data {file.prefix} holds token id {largest}, but model.vocab_size={vocab_size} has ids "
-                f"0 to {vocab_size - 1}. Set model.vocab_size to the tokenizer's size."
+                f"0 to {vocab_size - 1}. Set model.vocab_size to the tokenizer's size, or prepare the data "
+                "with the tokenizer that data.tokenizer names."
             )

@@ -3,13 +3,14 @@
     checkpoints/iter_0001000/                       appears by a rename, when all of it is on disk
     checkpoints/latest_checkpointed_iteration.txt   written after that, itself by a rename
 
-A checkpoint describes itself: it also holds the resolved config.yaml and the tokenizer. It can be loaded on
-another layout, optimizer state included.
+A checkpoint describes itself: it also holds the resolved config.yaml, provenance.json and the
+tokenizer. It can be loaded on another layout, optimizer state included.
 """
 
 from __future__ import annotations
 
 import os
+import queue
 import shutil
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -18,6 +19,7 @@ from typing import Any
 
 import torch
 from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
 from megatron.core.optimizer import MegatronOptimizer
 from torch import nn
@@ -105,6 +107,9 @@ class Checkpointer:
         self.save_tokenizer = save_tokenizer
         self.folder = Path(config.run_dir) / "checkpoints"
         self._queue = AsyncCallsQueue() if config.checkpoint.async_save else None
+        # A background save reports through a queue in a process of its own, which takes seconds to start
+        # and 500 MB; a save in this process needs no more than a queue.
+        filesystem_async._results_queue = None if self._queue else queue.Queue()
 
     def save(self, progress: Progress) -> None:
         """Saves a step. Collective. With async_save it returns while files are still written.
@@ -153,6 +158,7 @@ class Checkpointer:
         partial.mkdir(parents=True)
         (partial / "config.yaml").write_text(resolved_yaml(self.config))
         self.save_tokenizer(partial / "tokenizer")
+        shutil.copy(self.folder.parent / "provenance.json", partial)
         needed = checkpoint_bytes(self.config)
         free = shutil.disk_usage(partial).free
         if free < needed:

@@ -14,7 +14,6 @@ from typing import Any
 
 from megatron_wd.config import Config
 
-
 Row = dict[str, float | int | None]
 
 
