@@ -29,6 +29,7 @@ class World:
         device: where tensors live.
         tensor_rank, pipeline_rank, data_rank, context_rank: coordinates in the layout.
         data_size: number of data-parallel replicas.
+        context_size: number of ranks that share a sequence.
     """
 
     rank: int
@@ -39,6 +40,7 @@ class World:
     data_rank: int
     data_size: int
     context_rank: int
+    context_size: int
 
     @property
     def is_main(self) -> bool:
@@ -117,6 +119,7 @@ def start_world(parallel: ParallelConfig, *, timeout_s: float = 1800.0) -> World
         data_rank=parallel_state.get_data_parallel_rank(),
         data_size=parallel_state.get_data_parallel_world_size(),
         context_rank=parallel_state.get_context_parallel_rank(),
+        context_size=parallel_state.get_context_parallel_world_size(),
     )
 
 

@@ -120,8 +120,8 @@ def build_model(config: Config) -> list[nn.Module]:
     check_runtime(config)
     megatron_config = transformer_config(config)
     chunks = max(1, config.parallel.virtual_pipeline)
-    pipeline = parallel_state.get_pipeline_model_parallel_group()
-    first, last = pipeline.rank() == 0, pipeline.rank() == pipeline.size() - 1
+    first = parallel_state.is_pipeline_first_stage(ignore_virtual=True)
+    last = parallel_state.is_pipeline_last_stage(ignore_virtual=True)
     model: list[nn.Module] = []
     with cpu.cuda_requests_on_cpu():
         for index in range(chunks):

@@ -88,7 +88,7 @@ class CausalSelfAttention(SelfAttention):
         if not self.training or self.config.attention_dropout == 0.0:
             return attend()
         # Heads are divided over tensor-parallel ranks: each rank must drop others than its neighbour.
-        with get_cuda_rng_tracker().fork():
+        with get_cuda_rng_tracker().fork():  # type: ignore[arg-type]
             return attend(dropout_p=self.config.attention_dropout)
 
 
@@ -99,8 +99,8 @@ class SwiGluMLP(MLP):
         self, hidden_states: Tensor, per_token_scale: Tensor | None = None, **_: Any
     ) -> tuple[Tensor, Tensor | None]:
         """hidden_states: [s, b, h] -> [s, b, h]."""
-        gate_up, _bias = self.linear_fc1(hidden_states)  # [s, b, 2 f]
-        return self.linear_fc2(functions.swiglu(gate_up))
+        gate_up, _bias = self.linear_fc1(hidden_states)  # [s, b, 2 f]  # type: ignore[arg-type]
+        return self.linear_fc2(functions.swiglu(gate_up))  # type: ignore[arg-type]
 
 
 class NormedStack(HybridStack):

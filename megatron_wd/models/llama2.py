@@ -64,7 +64,7 @@ def _local_spec() -> ModuleSpec:
                     linear_proj=RowParallelLinear,
                 ),
             ),
-            self_attn_bda=get_bias_dropout_add,
+            self_attn_bda=get_bias_dropout_add,  # type: ignore[arg-type]
             sharded_state_dict_keys_map={
                 "input_layernorm.": "self_attention.linear_qkv.layer_norm_"
             },
@@ -75,7 +75,7 @@ def _local_spec() -> ModuleSpec:
         submodules=TransformerLayerSubmodules(
             pre_mlp_layernorm=RMSNorm,
             mlp=_mlp_builder(SwiGluMLP, ColumnParallelLinear, RowParallelLinear),
-            mlp_bda=get_bias_dropout_add,
+            mlp_bda=get_bias_dropout_add,  # type: ignore[arg-type]
             sharded_state_dict_keys_map={"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"},
         ),
     )
@@ -95,14 +95,14 @@ def _transformer_engine_spec() -> ModuleSpec:
                     linear_proj=TERowParallelLinear,
                 ),
             ),
-            self_attn_bda=get_bias_dropout_add,
+            self_attn_bda=get_bias_dropout_add,  # type: ignore[arg-type]
         ),
     )
     mlp = ModuleSpec(
         module=MLPLayer,
         submodules=TransformerLayerSubmodules(
             mlp=_mlp_builder(MLP, TELayerNormColumnParallelLinear, TERowParallelLinear),
-            mlp_bda=get_bias_dropout_add,
+            mlp_bda=get_bias_dropout_add,  # type: ignore[arg-type]
         ),
     )
     return _stack(attention, mlp, TENorm)

@@ -53,7 +53,7 @@ class FusedAdamW(torch.optim.Optimizer):
                     state["exp_avg"] = torch.zeros_like(p)
                     state["exp_avg_sq"] = torch.zeros_like(p)
             count = torch.tensor(float(group["step"]), device=params[0].device)
-            torch._fused_adamw_(
+            torch._fused_adamw_(  # type: ignore[attr-defined]
                 params,
                 [p.grad for p in params],
                 [self.state[p]["exp_avg"] for p in params],

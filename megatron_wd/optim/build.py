@@ -50,7 +50,7 @@ def build_optimizer(model: list[nn.Module], config: Config) -> MegatronOptimizer
                 params_dtype=torch.bfloat16 if half else torch.float32,
                 use_distributed_optimizer=config.parallel.distributed_optimizer,
             ),
-            model,
+            model,  # type: ignore[arg-type]
             config_overrides={ParamKey(with_name_predicate=no_decay): {"wd_mult": 0.0}},
         )
 

@@ -15,7 +15,7 @@ import shutil
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from megatron.core import dist_checkpointing
@@ -208,7 +208,7 @@ def checkpoint_bytes(config: Config) -> int:
     return num_parameters(config.model) * (weight_bytes + 12)
 
 
-def _root_cause(error: Exception) -> str:
+def _root_cause(error: BaseException) -> str:
     failures = getattr(error, "failures", None)
     if not failures:
         return str(error)
@@ -270,7 +270,7 @@ def _model_state(model: list[nn.Module]) -> dict[str, Any]:
 def _load(state: dict[str, Any], path: Path) -> dict[str, Any]:
     try:
         with cpu.cuda_requests_on_cpu():
-            return dist_checkpointing.load(state, str(path))
+            return cast(dict[str, Any], dist_checkpointing.load(state, str(path)))
     except Exception as error:
         raise UserError(
             f"checkpoint {path} cannot be loaded into this run: {type(error).__name__}: {error}"

@@ -149,9 +149,8 @@ def update(
             ]
             raise NonFiniteError(_where(f"gradient of {bad[0]}" if bad else None, world))
         if config.optim.clip_grad_norm > 0.0:
-            clip_grad_by_total_norm_fp32(
-                optimizer.get_parameters(), config.optim.clip_grad_norm, norm
-            )
+            params: list[Any] = optimizer.get_parameters()
+            clip_grad_by_total_norm_fp32(params, config.optim.clip_grad_norm, norm)
         optimizer.step_with_ready_grads()
     return norm
 
