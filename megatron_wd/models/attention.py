@@ -49,6 +49,12 @@ def _group_blocks(count: int, matrix_bytes: int) -> list[slice]:
     return [slice(i, min(i + step, count)) for i in range(0, count, step)]
 
 
+def _seen(keys: Tensor, last: int) -> Tensor:
+    """The keys (or values) before a position, [G, last, e], dense: the bf16 matrix product would
+    else copy each transposed, entry by entry."""
+    return keys[:, :last].contiguous()
+
+
 def _probabilities(q: Tensor, k: Tensor, mask: Tensor, out: Tensor | None = None) -> Tensor:
     """Softmax of scaled queries [*, rows, e] on keys [*, n, e]; the last columns are the diagonal
     block."""
@@ -80,10 +86,11 @@ def _attend(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, list[Tensor]]:
         rows = slice(first * r, last * r)
         mask = _above_diagonal(last - first, r, q)
         block = q.new_empty(G, rows.stop - rows.start, last) if keep else None
+        kn, vn = _seen(k, last), _seen(v, last)
         for part in _group_blocks(G, (rows.stop - rows.start) * last * q.element_size()):
             into = block[part] if block is not None else None
-            p = _probabilities(q[part, rows], k[part, :last], mask, into)
-            out[part, rows] = torch.bmm(p, v[part, :last])
+            p = _probabilities(q[part, rows], kn[part], mask, into)
+            out[part, rows] = torch.bmm(p, vn[part])
         if block is not None:
             kept.append(block)
     return out, kept
@@ -101,10 +108,11 @@ def _attend_backward(
     for index, (first, last) in enumerate(_query_blocks(s)):
         rows = slice(first * r, last * r)
         mask = _above_diagonal(last - first, r, q)
+        kn, vn = _seen(k, last), _seen(v, last)
         for part in _group_blocks(G, (rows.stop - rows.start) * last * q.element_size()):
-            qb, dob, kb = q[part, rows], d_out[part, rows], k[part, :last]
+            qb, dob, kb = q[part, rows], d_out[part, rows], kn[part]
             p = kept[index][part] if kept else _probabilities(qb, kb, mask)
-            dp = torch.bmm(dob, v[part, :last].transpose(1, 2))
+            dp = torch.bmm(dob, vn[part].transpose(1, 2))
             ds = torch._softmax_backward_data(dp, p, -1, p.dtype)
             dq[part, rows] = torch.bmm(ds, kb)
             if sums == q.dtype:
@@ -127,7 +135,7 @@ class _BlockedAttention(torch.autograd.Function):
         grouped = q.new_empty(b, g, s, h // g, e)
         torch.mul(q.view(s, b, g, h // g, e), e**-0.5, out=grouped.permute(2, 0, 1, 3, 4))
         q = grouped.view(b * g, -1, e)
-        k, v = (x.permute(1, 2, 0, 3).reshape(b * g, s, e) for x in (k, v))
+        k, v = (_to_groups(x, s, b, g, 1, e) for x in (k, v))
         out, kept = _attend(q, k, v)
         ctx.save_for_backward(q, k, v, *kept)
         ctx.layout = (s, b, g, h // g, e)
@@ -182,7 +190,7 @@ class _PackedAttention(torch.autograd.Function):
 
 def _to_groups(x: Tensor, s: int, b: int, g: int, r: int, e: int) -> Tensor:
     """[s, b, g * r * e] (or split further) -> contiguous [b * g, s * r, e]."""
-    return x.reshape(s, b, g, r, e).permute(1, 2, 0, 3, 4).reshape(b * g, s * r, e)
+    return x.reshape(s, b, g, r, e).permute(1, 2, 0, 3, 4).reshape(b * g, s * r, e).contiguous()
 
 
 def _from_groups(x: Tensor, s: int, b: int, g: int, r: int, e: int) -> Tensor:
