@@ -9,11 +9,10 @@ Shapes: s sequence, b micro-batch, h hidden, n query heads here, d channels per 
 
 from __future__ import annotations
 
-from functools import partial
+from contextlib import nullcontext
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from megatron.core.models.hybrid.hybrid_block import HybridStack
 from megatron.core.models.hybrid.hybrid_model import HybridModel
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
@@ -23,6 +22,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 from megatron_wd.models import functions
+from megatron_wd.models.attention import packed_causal_attention
 
 
 class RMSNorm(nn.Module):
@@ -62,34 +62,20 @@ class CausalSelfAttention(SelfAttention):
     ) -> tuple[Tensor, Tensor | None]:
         """hidden_states: [s, b, h] (or [s/tp, b, h]) -> the projected output in the same layout."""
         packed_qkv, _bias = self.linear_qkv(hidden_states)
-        s, b = packed_qkv.shape[:2]
-        groups, d = self.num_query_groups_per_partition, self.hidden_size_per_attention_head
-        per_group = self.num_attention_heads_per_partition // groups
-        packed = packed_qkv.view(s, b, groups, per_group + 2, d)  # per group: queries, key, value
-        q, k, v = packed.split([per_group, 1, 1], dim=3)
-        angles = rotary_pos_emb.view(-1, d)
-        cos, sin = angles.cos(), angles.sin()
-        q = functions.apply_rotary(q, cos, sin).view(s, b, groups * per_group, d)
-        k = functions.apply_rotary(k, cos, sin).view(s, b, groups, d)
-        out = self._attend(q, k, v.squeeze(3))  # [b, n, s, d]
-        return self.linear_proj(out.permute(2, 0, 1, 3).reshape(s, b, -1))
-
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """q [s, b, n, d], k and v [s, b, groups, d] -> [b, n, s, d]."""
-        q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))
-        attend = partial(
-            F.scaled_dot_product_attention,
-            q,
-            k,
-            v,
-            is_causal=True,
-            enable_gqa=q.shape[1] != k.shape[1],
-        )
-        if not self.training or self.config.attention_dropout == 0.0:
-            return attend()
+        angles = rotary_pos_emb.view(-1, self.hidden_size_per_attention_head)
+        dropout = self.config.attention_dropout if self.training else 0.0
         # Heads are divided over tensor-parallel ranks: each rank must drop others than its neighbour.
-        with get_cuda_rng_tracker().fork():  # type: ignore[arg-type]
-            return attend(dropout_p=self.config.attention_dropout)
+        streams = get_cuda_rng_tracker().fork() if dropout > 0.0 else nullcontext()  # type: ignore[union-attr]
+        with streams:
+            out = packed_causal_attention(
+                packed_qkv,
+                angles.cos(),
+                angles.sin(),
+                num_groups=self.num_query_groups_per_partition,
+                head_dim=self.hidden_size_per_attention_head,
+                dropout_p=dropout,
+            )
+        return self.linear_proj(out)
 
 
 class SwiGluMLP(MLP):
