@@ -105,7 +105,7 @@ def _attend_backward(
     sums = torch.float32 if q.dtype in (torch.bfloat16, torch.float16) else q.dtype
     dq = torch.empty_like(q)
     dk, dv = (torch.zeros(k.shape, dtype=sums) for _ in range(2))
-    for index, (first, last) in enumerate(_query_blocks(s)):
+    for index, (first, last) in enumerate(_query_blocks(s)):  # type: ignore[attr-defined]
         rows = slice(first * r, last * r)
         mask = _above_diagonal(last - first, r, q)
         kn, vn = _seen(k, last), _seen(v, last)

@@ -169,11 +169,11 @@ class PlainTrainer:
         """One optimizer step over `micro_batches` micro-batches; returns their mean loss."""
         loss = torch.stack([self.micro_batch(ids, labels) for ids, labels in batches]).mean()
         if self.has_masters:
-            torch._foreach_copy_([m.grad for m in self.masters], [p.grad for p in self.params])
+            torch._foreach_copy_([m.grad for m in self.masters], [p.grad for p in self.params])  # type: ignore
         torch.nn.utils.clip_grad_norm_(self.masters, 1.0, foreach=True)
         self.optimizer.step()
         if self.has_masters:
-            torch._foreach_copy_([p.data for p in self.params], self.masters)
+            torch._foreach_copy_([p.data for p in self.params], self.masters)  # type: ignore
         for p in self.params:
             p.grad = None
         return loss.item()
@@ -222,7 +222,7 @@ def measure(
 
 def main() -> None:
     """Measure one precision and print JSON."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--precision", choices=("fp32", "bf16", "bf16-autocast"), default="fp32")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--steps", type=int, default=6, help="timed steps")
