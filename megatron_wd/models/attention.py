@@ -105,7 +105,7 @@ def _attend_backward(
     sums = torch.float32 if q.dtype in (torch.bfloat16, torch.float16) else q.dtype
     dq = torch.empty_like(q)
     dk, dv = (torch.zeros(k.shape, dtype=sums) for _ in range(2))
-    for index, (first, last) in enumerate(_query_blocks(s)):  # type: ignore[attr-defined]
+    for index, (first, last) in enumerate(_query_blocks(s)):
         rows = slice(first * r, last * r)
         mask = _above_diagonal(last - first, r, q)
         kn, vn = _seen(k, last), _seen(v, last)
@@ -113,7 +113,7 @@ def _attend_backward(
             qb, dob, kb = q[part, rows], d_out[part, rows], kn[part]
             p = kept[index][part] if kept else _probabilities(qb, kb, mask)
             dp = torch.bmm(dob, vn[part].transpose(1, 2))
-            ds = torch._softmax_backward_data(dp, p, -1, p.dtype)
+            ds = torch._softmax_backward_data(dp, p, -1, p.dtype)  # type: ignore[attr-defined]
             dq[part, rows] = torch.bmm(ds, kb)
             if sums == q.dtype:
                 dv[part, :last].baddbmm_(p.transpose(1, 2), dob)
