@@ -41,6 +41,7 @@ class Run:
         progress: where the run stands.
         metrics: writes rows; None on all ranks but the main one.
         peak_tflops: of one rank, for `mfu`; None where unknown.
+        lock: keeps other runs out of the run folder.
     """
 
     config: Config
@@ -53,6 +54,7 @@ class Run:
     progress: Progress
     metrics: MetricsWriter | None
     peak_tflops: float | None
+    lock: object
 
 
 def train(run: Run, stop: StopSignal) -> bool:

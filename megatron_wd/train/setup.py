@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 import torch.distributed as dist
 
@@ -58,11 +59,12 @@ def set_up(config: Config, world: World, *, dry_run: bool) -> Run | None:
     """
     check_runtime(config)
     data = _open_data(config)
+    lock: list[IO[str]] = []  # held by the main rank while the run exists
 
     def check() -> None:
         _check_data(config, data)
         if not dry_run:
-            startup.prepare_run_dir(config, resolved_yaml(config))
+            lock.append(startup.prepare_run_dir(config, resolved_yaml(config)))
 
     run_on_main(world, check)
     model = distribute_model(build_model(config), config)
@@ -98,6 +100,7 @@ def set_up(config: Config, world: World, *, dry_run: bool) -> Run | None:
         progress=progress,
         metrics=MetricsWriter(config, progress.step) if world.is_main else None,
         peak_tflops=peak[0],
+        lock=lock,
     )
 
 

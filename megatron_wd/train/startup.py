@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import platform
@@ -9,7 +10,7 @@ import subprocess
 from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 
@@ -20,23 +21,30 @@ from megatron_wd.optim.decay import DecayRow
 from megatron_wd.train.checkpoint import checkpoint_bytes
 
 # May differ when a run is resumed: they change where and how the run computes, not what.
-_FREE_ON_RESUME = {"run_dir", "checkpoint", "evaluate", "log", "parallel", "data"}
+_FREE_ON_RESUME = {"run_dir", "checkpoint", "evaluate", "log", "parallel"}
 _FREE_FIELDS = {("train", "micro_batch_samples"), ("train", "recompute")}
 _FIXED_FIELDS = {("parallel", "distributed_optimizer")}
 
 
-def prepare_run_dir(config: Config, resolved: str) -> None:
+def prepare_run_dir(config: Config, resolved: str) -> IO[str]:
     """Creates the run folder and writes config.yaml, or checks that the folder is this run's.
 
+    Returns:
+        An open file that locks the folder; as long as it is open, no second run can use the folder.
+
     Raises:
-        UserError: the folder cannot be written, or belongs to a run of another config.
+        UserError: the folder cannot be written, is in use, or belongs to a run of another config.
     """
     run_dir = Path(config.run_dir)
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
-        probe = run_dir / ".write_probe"
-        probe.write_text("")
-        probe.unlink()
+        lock = (run_dir / ".lock").open("w")
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise UserError(
+            f"run_dir {run_dir} is in use by another run that has not ended. Stop that one, or choose "
+            "another run_dir."
+        ) from error
     except OSError as error:
         raise UserError(
             f"run_dir {run_dir} cannot be written: {error.strerror}. Choose another run_dir."
@@ -55,6 +63,7 @@ def prepare_run_dir(config: Config, resolved: str) -> None:
     temporary = saved.with_suffix(".tmp")
     temporary.write_text(resolved)
     os.replace(temporary, saved)
+    return lock
 
 
 def changed_fields(saved: Path, config: Config) -> list[str]:
