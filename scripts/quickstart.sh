@@ -14,8 +14,11 @@ step_number=0
 
 explain_stop() {
     local status=$?
+    local next="'make quickstart' goes on from there"
+    # Wrong use will not right itself, such as a run folder that holds another run.
+    [ "$status" -ne 2 ] || next="mend what the message above names; 'rm -r $RUN' starts afresh"
     [ "$status" -eq 0 ] || printf '\nquickstart stopped in step %d (status %d); %s\n' \
-        "$step_number" "$status" "'make quickstart' goes on from there" >&2
+        "$step_number" "$status" "$next" >&2
 }
 trap explain_stop EXIT
 

@@ -77,6 +77,10 @@ def quiet_libraries() -> None:
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", module=r"megatron\.")
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
+    # Reading a checkpoint asks every rank for what it needs by itself; torch remarks on that.
+    warnings.filterwarnings(
+        "ignore", category=UserWarning, module=r"torch\.distributed\.checkpoint"
+    )
     warnings.filterwarnings("ignore", category=SyntaxWarning)
 
 

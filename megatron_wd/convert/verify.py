@@ -101,14 +101,15 @@ def verify_export(
     """
     import torch
 
+    from megatron_wd.backend.world import quiet_libraries
+
     checkpoint = open_checkpoint(Path(source), step)
     model = checkpoint.config.model
     length = min(sequence_tokens, checkpoint.config.train.sequence_tokens)
     generator = torch.Generator().manual_seed(seed)
     tokens_BS = torch.randint(model.vocab_size, (num_samples, length), generator=generator)
     with warnings.catch_warnings():
-        # Megatron Core's advice on packages that this does not need.
-        warnings.simplefilter("ignore")
+        quiet_libraries()
         ours = _megatron_logits(checkpoint.config, checkpoint.folder, tokens_BS, dtype)
     theirs = _transformers_logits(Path(hf_folder), tokens_BS)
     return compare_logits(ours, theirs, tolerance)

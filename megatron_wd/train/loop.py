@@ -114,7 +114,10 @@ def train(run: Run, stop: StopSignal) -> bool:
         if stop_now:
             run.checkpointer.wait()
             if world.is_main:
-                print(f"stopped by a signal after step {step}; saved", flush=True)
+                print(
+                    f"stopped by a signal after step {step}; saved. The same command goes on.",
+                    flush=True,
+                )
             return at_end
 
     run.checkpointer.wait()

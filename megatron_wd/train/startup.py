@@ -180,12 +180,13 @@ def summary(
         f"({config.total_tokens / tokens_in_data:.2f} passes over {tokens_in_data:,} tokens; "
         f"{config.total_tokens / total:.1f} per parameter)",
         f"batch       {train.global_batch_samples} samples x {train.sequence_tokens} tokens = "
-        f"{train.step_tokens:,} tokens; {micro_batches} micro-batches of {train.micro_batch_samples}",
+        f"{train.step_tokens:,} tokens; micro-batches: {micro_batches} of {train.micro_batch_samples} per rank",
         f"optimizer   AdamW, lr {optim.lr:g} -> {optim.final_lr:g} ({optim.schedule}, warmup "
         f"{config.warmup_steps} steps), betas {optim.beta1}/{optim.beta2}, clip {optim.clip_grad_norm:g}",
         f"decay       {optim.weight_decay:g} on {len(decayed)} tensors ({decayed_count:,} values); none on "
         f"{len(exempt)} tensors ({optim.decay}); table in weight_decay.tsv",
-        f"memory      about {memory_bytes_per_rank(config, world) / 1e9:.2f} GB per rank; checkpoint "
+        f"memory      about {memory_bytes_per_rank(config, world) / 1e9:.2f} GB of tensors per rank, besides "
+        f"the libraries; checkpoint "
         f"{checkpoint_bytes(config) / 1e9:.2f} GB",
         "peak        " + (f"{peak[0]:.3g} TFLOP/s per rank ({peak[1]})" if peak[0] else peak[1]),
     ]
