@@ -223,7 +223,7 @@ def test_cross_entropy_over_two_ranks(tmp_path, vocab_size: int) -> None:
     labels = torch.randint(vocab_size, (33, 2))
     path = str(tmp_path / "case")
     torch.save((logits, labels), path)
-    mp.start_processes(
+    mp.start_processes(  # pyright: ignore[reportPrivateImportUsage]
         rank_cross_entropy, (port, 8, vocab_size, path), nprocs=2, start_method="fork"
     )
     exact = logits.double().requires_grad_()
