@@ -114,6 +114,7 @@ def start(argv):
         launch.limit_threads(processes)
     if world == 1:
         return work(argv)
+    print(f"starting {processes} processes", flush=True)
     return launch.launch(os.path.abspath(__file__), argv, processes)
 
 

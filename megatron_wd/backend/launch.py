@@ -134,7 +134,6 @@ def launch(script: str, arguments: Sequence[str], processes: int) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     quiet_elastic()
-    print(f"starting {processes} processes", flush=True)
     flags = ["--nproc-per-node", str(processes)]
     if not {"PET_SHUTDOWN_TIMEOUT", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"} & os.environ.keys():
         flags += ["--shutdown-timeout", str(SAVE_TIMEOUT_S)]

@@ -180,7 +180,8 @@ def summary(
         f"({config.total_tokens / tokens_in_data:.2f} passes over {tokens_in_data:,} tokens; "
         f"{config.total_tokens / total:.1f} per parameter)",
         f"batch       {train.global_batch_samples} samples x {train.sequence_tokens} tokens = "
-        f"{train.step_tokens:,} tokens; micro-batches: {micro_batches} of {train.micro_batch_samples} per rank",
+        f"{train.step_tokens:,} tokens; micro-batches "
+        f"{micro_batches} of {train.micro_batch_samples}",
         f"optimizer   AdamW, lr {optim.lr:g} -> {optim.final_lr:g} ({optim.schedule}, warmup "
         f"{config.warmup_steps} steps), betas {optim.beta1}/{optim.beta2}, clip {optim.clip_grad_norm:g}",
         f"decay       {optim.weight_decay:g} on {len(decayed)} tensors ({decayed_count:,} values); none on "
