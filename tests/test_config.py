@@ -430,6 +430,21 @@ def test_the_examples_of_the_docs_are_yaml() -> None:
         yaml.safe_load(block.split("```")[0])
 
 
+@pytest.mark.parametrize(
+    "override",
+    [
+        "optim.lr=1" + "0" * 400,
+        "train.steps=" + "9" * 5000,
+        "seed=!!int abc",
+        "data.train=" + "[" * 3000,
+    ],
+    ids=["too large", "too long", "no int", "too deep"],
+)
+def test_what_yaml_itself_cannot_take_is_a_mistake_too(override: str) -> None:
+    with pytest.raises(UserError):
+        load_config(ROOT / "configs" / "quickstart.yaml", [override])
+
+
 def test_loading_a_config_imports_no_torch() -> None:
     code = (
         "import sys; from megatron_wd.config import load_config; "

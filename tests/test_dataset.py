@@ -61,6 +61,7 @@ def test_a_blend_follows_its_weights_from_the_first_sample_on(corpus: Path, tmp_
 
 
 def test_a_vanishing_weight_is_an_error(corpus: Path) -> None:
+    assert blend((corpus, 1e308), (corpus, 1e308)).locate(1)[0] == 1
     with pytest.raises(UserError, match="would never be drawn"):
         blend((corpus, 1.0), (corpus, 1e-9))
 
@@ -95,3 +96,22 @@ def test_data_and_model_must_fit(corpus: Path) -> None:
     Path(f"{corpus}.json").write_text(manifest)
     with pytest.raises(UserError, match="prepared with another tokenizer"):
         check_data(stream, vocab_size=1001, tokenizer_sha256="0" * 64)
+    for damaged in (
+        "{x",
+        "",
+        "[]",
+        "{}",
+        "null",
+        '{"tokenizer": "x"}',
+        '{"tokenizer": {"sha256": 5}}',
+    ):
+        Path(f"{corpus}.json").write_text(damaged)
+        with pytest.raises(UserError, match=r"a\.json is not what"):
+            check_data(stream, vocab_size=1001, tokenizer_sha256="0" * 64)
+
+
+def test_a_negative_id_is_named(tmp_path: Path) -> None:
+    documents = [np.arange(500), np.array([3, -5, 3])]
+    write_documents(tmp_path / "signed", documents, dtype=np.int32)
+    with pytest.raises(UserError, match="token id -5"):
+        check_data(blend((tmp_path / "signed", 1.0)), vocab_size=1001, tokenizer_sha256="0" * 64)

@@ -128,6 +128,37 @@ def test_a_cut_off_save_is_ignored_and_said(tiny: Path, capfd: pytest.CaptureFix
 
 
 @pytest.mark.distributed
+@pytest.mark.parametrize("damage", ["flip", "truncate", "remove", "metadata"])
+def test_a_damaged_checkpoint_is_refused(
+    damage: str, tiny: Path, capfd: pytest.CaptureFixture
+) -> None:
+    run_dir = tiny.parent / f"damaged {damage}"
+    short = [f"run_dir={run_dir}", "train.steps=6", "checkpoint.every_steps=3"]
+    assert run_config(1, tiny, *short) == [0]
+    folder = run_dir / "checkpoints"
+    shutil.rmtree(folder / "iter_0000006")
+    (
+        folder / "latest_checkpointed_iteration.txt"
+    ).unlink()  # the newest complete one is found all the same
+    (weights,) = [
+        p for p in (folder / "iter_0000003").glob("*.distcp") if p.stat().st_size > 100_000
+    ]
+    content = bytearray(weights.read_bytes())
+    content[len(content) // 2] ^= 0x55
+    if damage == "flip":
+        weights.write_bytes(content)
+    elif damage == "truncate":
+        os.truncate(weights, len(content) // 2)
+    elif damage == "remove":
+        weights.unlink()
+    else:
+        os.truncate(weights.parent / ".metadata", 50)
+    capfd.readouterr()
+    assert run_config(1, tiny, *short) == [2]
+    assert "iter_0000003 cannot be loaded into this run" in capfd.readouterr().err
+
+
+@pytest.mark.distributed
 def test_nan_on_one_rank_stops_all_before_the_update(tiny: Path) -> None:
     run_dir = tiny.parent / "nan"
     outcomes = run_ranks(2, _train_with_nan, str(tiny), f"run_dir={run_dir}")

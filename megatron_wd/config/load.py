@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import yaml
 from omegaconf import MISSING, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -78,6 +79,21 @@ def load_structured[T](
     Raises:
         UserError: Naming file, line, key and remedy.
     """
+    try:
+        return _load_structured(schema, path, overrides)
+    except UserError:
+        raise
+    except (ValueError, OverflowError, RecursionError, yaml.YAMLError) as error:
+        # Numbers of thousands of digits, thousands of nested lists, bytes that YAML knows no way to read.
+        raise UserError(
+            f"{os.fspath(path)}: a value in it or on the command line cannot be read: "
+            f"{_first_line(error)}"
+        ) from None
+
+
+def _load_structured[T](
+    schema: type[T], path: str | os.PathLike[str], overrides: Sequence[str]
+) -> T:
     name = os.fspath(path)
     layer = _read_file(Path(path), schema, ())
     for override in overrides:

@@ -206,12 +206,15 @@ class CheckpointConfig:
         keep_last: How many of the newest checkpoints stay on disk; null for all.
         async_save: Whether training goes on while a checkpoint is written.
         accept_config_change: Whether a run folder of a different config may be resumed.
+        verify_integrity: Whether a checkpoint's files are hashed when it is saved and checked before it
+            is loaded. It reads every file once more, on one rank.
     """
 
     every_steps: int | None = None
     keep_last: int | None = None
     async_save: bool = False
     accept_config_change: bool = False
+    verify_integrity: bool = True
 
 
 @dataclass

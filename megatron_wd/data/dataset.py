@@ -54,6 +54,8 @@ class TokenFile:
                 f"{idx_path} is not a complete Megatron index ({type(error).__name__}: {error}). "
                 "Prepare the data again."
             ) from error
+        if not np.issubdtype(dtype, np.integer):
+            raise UserError(f"{idx_path} says that its tokens are {np.dtype(dtype)}, not integers.")
         expected_bytes = expected_tokens * DType.size(dtype)
         if bin_path.stat().st_size != expected_bytes:
             raise UserError(
@@ -67,7 +69,18 @@ class TokenFile:
     def manifest(self) -> dict | None:
         """What `tools/prepare_data.py` wrote beside the data; None for data from elsewhere."""
         path = Path(self.prefix + ".json")
-        return json.loads(path.read_text()) if path.is_file() else None
+        if not path.exists():
+            return None
+        try:
+            content = json.loads(path.read_text())
+            if isinstance(content["tokenizer"]["sha256"], str):
+                return content
+        except (OSError, ValueError, KeyError, TypeError):
+            pass
+        raise UserError(
+            f"{path} is not what tools/prepare_data.py writes beside its data. Prepare the data again, or "
+            "remove the file if the data come from elsewhere."
+        )
 
     def num_samples(self, sequence_tokens: int) -> int:
         """Whole samples in the file; the last token has no successor to predict."""
@@ -78,12 +91,13 @@ class TokenFile:
         start = index * sequence_tokens
         return self.tokens[start : start + sequence_tokens + 1].astype(np.int64)
 
-    def largest_id(self, most_tokens: int = 1 << 30) -> int:
-        """The largest token id among at most `most_tokens` tokens, in stretches over the whole file."""
+    def id_range(self, most_tokens: int = 1 << 30) -> tuple[int, int]:
+        """Smallest and largest token id among `most_tokens` tokens, in stretches over the whole file."""
         stretch = 1 << 22
         starts = range(0, len(self.tokens), stretch)
         every = max(1, len(self.tokens) // most_tokens)
-        return max(int(self.tokens[start : start + stretch].max()) for start in starts[::every])
+        parts = [self.tokens[start : start + stretch] for start in starts[::every]]
+        return min(int(part.min()) for part in parts), max(int(part.max()) for part in parts)
 
 
 def permuted(index: int, size: int, key: str) -> int:
@@ -123,6 +137,7 @@ class _BlendPlan:
 def _plan_blend(corpora: list[CorpusConfig]) -> _BlendPlan:
     """Spreads the corpora evenly over a period, in proportion to their weights."""
     weights = np.array([c.weight for c in corpora], dtype=np.float64)
+    weights /= weights.max()  # the sum of very large ones would be infinite
     share = weights / weights.sum() * BLEND_PERIOD_SAMPLES
     counts = np.floor(share).astype(np.int64)
     for i in np.argsort(counts - share, kind="stable")[: BLEND_PERIOD_SAMPLES - counts.sum()]:
@@ -214,10 +229,11 @@ def check_data(stream: SampleStream, vocab_size: int, tokenizer_sha256: str) -> 
                     "one that was used, or prepare the data again."
                 )
             continue  # the tokenizer's own size is checked against the model's
-        largest = file.largest_id()
-        if largest >= vocab_size:
+        smallest, largest = file.id_range()
+        if smallest < 0 or largest >= vocab_size:
+            wrong = smallest if smallest < 0 else largest
             raise UserError(
-                f"data {file.prefix} holds token id {largest}, but model.vocab_size={vocab_size} has ids "
+                f"data {file.prefix} holds token id {wrong}, but model.vocab_size={vocab_size} has ids "
                 f"0 to {vocab_size - 1}. Set model.vocab_size to the tokenizer's size, or prepare the data "
                 "with the tokenizer that data.tokenizer names."
             )

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import queue
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -65,13 +66,19 @@ def latest_checkpoint(run_dir: Path) -> Path | None:
     """
     tracker = run_dir / "checkpoints" / LATEST_FILE
     if not tracker.is_file():
-        return None
-    text = tracker.read_text().strip()
-    folder = tracker.parent / iteration_name(int(text)) if text.isdigit() else None
+        # A folder of this name is complete, so a run that was killed before it wrote the tracker loses
+        # nothing; nor does one whose tracker got lost.
+        complete = (
+            p for p in tracker.parent.glob("iter_*") if re.fullmatch(r"iter_\d{7,}", p.name)
+        )
+        return max(complete, key=lambda p: int(p.name.removeprefix("iter_")), default=None)
+    text = tracker.read_text(errors="replace").strip()
+    known = re.fullmatch(r"[0-9]{1,12}", text)
+    folder = tracker.parent / iteration_name(int(text)) if known else None
     if folder is None or not folder.is_dir():
         raise UserError(
             f"{tracker} names step {text!r}, but there is no such folder beside it. Write the step of an "
-            "existing iter_ folder into it, or remove it to start from the beginning."
+            "existing iter_ folder into it, or remove it to use the newest one."
         )
     return folder
 
@@ -130,6 +137,7 @@ class Checkpointer:
                     str(partial),
                     async_sharded_save=self._queue is not None,
                     async_strategy="mcore",
+                    verify_integrity=self.config.checkpoint.verify_integrity,
                 )
         except (OSError, CheckpointException) as error:
             # Megatron reports a rank's failed write to all of them; what exactly failed was printed there.
@@ -155,15 +163,17 @@ class Checkpointer:
     def _start(self, partial: Path) -> None:
         for leftover in self.folder.glob(_PARTIAL_PREFIX + "*"):
             shutil.rmtree(leftover)
-        partial.mkdir(parents=True)
-        (partial / "config.yaml").write_text(resolved_yaml(self.config))
-        self.save_tokenizer(partial / "tokenizer")
-        shutil.copy(self.folder.parent / "provenance.json", partial)
-        needed = checkpoint_bytes(self.config)
-        free = shutil.disk_usage(partial).free
-        if free < needed:
-            shutil.rmtree(partial)
-            raise OSError(f"{needed / 1e6:,.0f} MB needed, {free / 1e6:,.0f} MB free")
+        try:
+            partial.mkdir(parents=True)
+            (partial / "config.yaml").write_text(resolved_yaml(self.config))
+            self.save_tokenizer(partial / "tokenizer")
+            shutil.copy(self.folder.parent / "provenance.json", partial)
+            needed, free = checkpoint_bytes(self.config), shutil.disk_usage(partial).free
+            if free < needed:
+                raise OSError(f"{needed / 1e6:,.0f} MB needed, {free / 1e6:,.0f} MB free")
+        except OSError:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise
 
     def _finish(self, partial: Path, target: Path, step: int) -> None:
         def publish() -> None:
@@ -270,10 +280,14 @@ def _model_state(model: list[nn.Module]) -> dict[str, Any]:
 def _load(state: dict[str, Any], path: Path) -> dict[str, Any]:
     try:
         with cpu.cuda_requests_on_cpu():
-            return cast(dict[str, Any], dist_checkpointing.load(state, str(path)))
-    except Exception as error:
+            hashed = (path / "integrity.json").is_file()
+            loaded = dist_checkpointing.load(state, str(path), verify_integrity=hashed)
+            return cast(dict[str, Any], loaded)
+    except (Exception, CheckpointException) as error:  # torch's own is no Exception
         raise UserError(
-            f"checkpoint {path} cannot be loaded into this run: {type(error).__name__}: {error}"
+            f"checkpoint {path} cannot be loaded into this run: {type(error).__name__}: "
+            f"{_root_cause(error)}. If it is damaged, write the step of an older one into "
+            f"{path.parent / LATEST_FILE}."
         ) from error
 
 

@@ -68,7 +68,6 @@ def train(run: Run, stop: StopSignal) -> bool:
     """
     config, world, progress = run.config, run.world, run.progress
     watch = Stopwatch()
-    last_saved = progress.step
 
     while progress.step < config.steps:
         step = progress.step + 1
@@ -110,7 +109,6 @@ def train(run: Run, stop: StopSignal) -> bool:
         run.checkpointer.poll()
         if _due(step, config.checkpoint.every_steps, at_end or stop_now):
             run.checkpointer.save(progress)
-            last_saved = step
         if stop_now:
             run.checkpointer.wait()
             if world.is_main:
@@ -121,7 +119,7 @@ def train(run: Run, stop: StopSignal) -> bool:
             return at_end
 
     run.checkpointer.wait()
-    if world.is_main and last_saved == config.steps:
+    if world.is_main:
         print(f"done: {config.steps} steps, {Path(config.run_dir) / 'checkpoints'}", flush=True)
     return True
 

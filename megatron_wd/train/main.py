@@ -5,11 +5,12 @@ Imports stay inside: signals are taken first, so that a run which is stopped whi
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 
 from megatron_wd.backend.signals import StopSignal
-from megatron_wd.config import Config, validate_world
+from megatron_wd.config import Config, UserError, validate_world
 
 
 def run(config: Config, *, dry_run: bool = False) -> int:
@@ -45,6 +46,13 @@ def run(config: Config, *, dry_run: bool = False) -> int:
         if world.is_main:
             print(f"error: {error}", file=sys.stderr, flush=True)
         return 1
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG):
+            raise
+        raise UserError(
+            f"run_dir {config.run_dir} cannot be written: {error.strerror}. Free space or repair the disk, "
+            "then start the run again: it resumes from its newest checkpoint."
+        ) from error
     finally:
         if state is not None and state.metrics is not None:
             state.metrics.close()

@@ -6,8 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-import torch.distributed as dist
-
 from megatron_wd.backend.world import World, run_on_main
 from megatron_wd.config import Config, UserError, resolved_yaml
 from megatron_wd.data.dataset import SampleStream, check_data
@@ -81,14 +79,23 @@ def set_up(config: Config, world: World, *, dry_run: bool) -> Run | None:
     run_dir = Path(config.run_dir)
     newest = latest_checkpoint(run_dir)
     progress = load_checkpoint(newest, model, optimizer) if newest else Progress()
-    if world.is_main:
+    if progress.step > config.steps:
+        raise UserError(
+            f"run_dir {run_dir} has {progress.step} steps already, more than the {config.steps} of this "
+            "config. Train longer, or choose another run_dir."
+        )
+    metrics: list[MetricsWriter] = []  # of the main rank
+
+    def write_start() -> None:
         write_decay_table(decay, run_dir / "weight_decay.tsv")
         startup.write_provenance(config, world)
+        metrics.append(MetricsWriter(config, progress.step))
         for name in interrupted_saves(run_dir):
             print(f"warning: an earlier save of {name} was cut off; it is ignored and removed")
         if newest is not None:
             print(f"resuming from {newest} (step {progress.step})", flush=True)
-    dist.barrier()
+
+    run_on_main(world, write_start)
     return Run(
         config=config,
         world=world,
@@ -98,7 +105,7 @@ def set_up(config: Config, world: World, *, dry_run: bool) -> Run | None:
         valid_data=data.valid,
         checkpointer=Checkpointer(config, model, optimizer, world, data.tokenizer.save),
         progress=progress,
-        metrics=MetricsWriter(config, progress.step) if world.is_main else None,
+        metrics=metrics[0] if metrics else None,
         peak_tflops=peak[0],
         lock=lock,
     )

@@ -45,9 +45,10 @@ def prepare_run_dir(config: Config, resolved: str) -> IO[str]:
             f"run_dir {run_dir} is in use by another run that has not ended. Stop that one, or choose "
             "another run_dir."
         ) from error
-    except OSError as error:
+    except (OSError, ValueError) as error:  # a ValueError for characters that no path can have
+        reason = error.strerror if isinstance(error, OSError) else error
         raise UserError(
-            f"run_dir {run_dir} cannot be written: {error.strerror}. Choose another run_dir."
+            f"run_dir {run_dir} cannot be written: {reason}. Choose another run_dir."
         ) from error
     saved = run_dir / "config.yaml"
     if saved.is_file():
