@@ -15,7 +15,11 @@ import pytest
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skips tests marked `gpu` on machines without CUDA; imports torch only if there are any."""
+    """Puts tests with ranks first, and skips those marked `gpu` on machines without CUDA.
+
+    Ranks are forked, and a process in which a backward pass has run cannot fork one that runs another.
+    """
+    items.sort(key=lambda item: item.get_closest_marker("distributed") is None)
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if not marked:
         return

@@ -124,6 +124,7 @@ def test_what_this_machine_or_data_cannot_do_is_said_before_training(
     assert not (tiny.parent / "never").exists()
 
 
+@pytest.mark.distributed
 def test_the_cpu_stand_in_keeps_random_streams_apart() -> None:
     (draws,) = run_ranks(1, _draw)
     assert draws["default before"] != draws["named"]
