@@ -15,11 +15,11 @@ import pytest
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Puts tests with ranks first, and skips those marked `gpu` on machines without CUDA.
+    """Puts the files that fork ranks first, and skips those marked `gpu` on machines without CUDA.
 
     Ranks are forked, and a process in which a backward pass has run cannot fork one that runs another.
     """
-    items.sort(key=lambda item: item.get_closest_marker("distributed") is None)
+    items.sort(key=lambda item: not {"run_ranks", "run_config"} & vars(item.module).keys())
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if not marked:
         return
