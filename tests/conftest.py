@@ -1,6 +1,7 @@
 """What every test shares: one thread per process, no network, GPU tests only with a GPU."""
 
 import os
+from pathlib import Path
 
 # Before anything imports torch. Ranks of a distributed test share the cores, and with more than one
 # thread each they would mostly wait for one another.
@@ -28,3 +29,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():
         for item in marked:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The config of a tiny run, its data and tokenizer beside it, in a folder for this test file."""
+    from tiny import write_tiny
+
+    return write_tiny(tmp_path_factory.mktemp("tiny"))

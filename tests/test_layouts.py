@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 from ranks import metrics, results_of, run_config
-from tiny import write_tiny
 
 LAYOUTS = {
     "tp1": (1, []),
@@ -17,11 +16,6 @@ LAYOUTS = {
     "dp2 distributed optimizer": (2, []),
     "tp2 pp2": (4, ["parallel.tensor=2", "parallel.pipeline=2"]),
 }
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny(tmp_path_factory.mktemp("tiny"))
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +43,7 @@ def test_a_checkpoint_goes_on_on_another_layout(layout: str, tiny: Path, referen
     ranks, overrides = LAYOUTS[layout]
     run_dir = tiny.parent / f"resumed {layout}"
     shutil.copytree(reference, run_dir)
-    forget_second_half(run_dir)
+    forget_after(run_dir, 10)
     assert run_config(ranks, tiny, f"run_dir={run_dir}", *overrides) == [0] * ranks
     if layout == "tp1":  # the same layout: the same bits
         assert results_of(run_dir) == results_of(reference)
@@ -91,10 +85,6 @@ def test_dropout_resumes_bit_for_bit_over_two_restarts(tiny: Path) -> None:
     plain = tiny.parent / "no dropout"
     assert run_config(2, tiny, f"run_dir={plain}", *options[1:]) == [0, 0]
     assert losses != [row["loss/train"] for row in metrics(plain).values()], "dropout did nothing"
-
-
-def forget_second_half(run_dir: Path) -> None:
-    forget_after(run_dir, 10)
 
 
 def forget_after(run_dir: Path, step: int) -> None:

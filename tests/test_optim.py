@@ -7,15 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 from ranks import run_ranks
-from tiny import write_tiny
 
 from megatron_wd.config import Config, load_config
 from megatron_wd.optim.schedule import learning_rate
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny(tmp_path_factory.mktemp("tiny"))
 
 
 def schedule(tiny: Path, *overrides: str) -> list[float]:

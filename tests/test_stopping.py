@@ -13,15 +13,9 @@ from types import SimpleNamespace
 
 import pytest
 from ranks import metrics, results_of, run_config, run_ranks
-from tiny import write_tiny
 
 LAUNCHER = Path(__file__).parents[1] / "launch" / "pretrain.sh"
 TP2 = "parallel.tensor=2"
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny(tmp_path_factory.mktemp("tiny"))
 
 
 @pytest.fixture(scope="module")

@@ -5,14 +5,8 @@ from pathlib import Path
 
 import pytest
 from ranks import run_config, run_ranks
-from tiny import write_tiny
 
 from megatron_wd.config import load_config
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny(tmp_path_factory.mktemp("tiny"))
 
 
 def test_flops_are_those_of_the_matrix_products(tiny: Path) -> None:

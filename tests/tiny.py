@@ -1,6 +1,5 @@
 """A tiny run: data with structure to learn, a real tokenizer, a config file."""
 
-import re
 from pathlib import Path
 
 import numpy as np
@@ -65,11 +64,3 @@ def write_tokenizer(folder: Path) -> None:
     (folder / "tokenizer_config.json").write_text(
         '{"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "</s>"}'
     )
-
-
-def replaced(text: str, **values: str) -> str:
-    """A config with some `key: value` pairs exchanged."""
-    for key, value in values.items():
-        text, count = re.subn(rf"\b{key}: [^,}}\n]+", f"{key}: {value}", text)
-        assert count == 1, f"{key} found {count} times"
-    return text

@@ -46,7 +46,6 @@ class TokenFile:
         try:
             # Megatron validates by `assert` and struct errors; a damaged file is a user's matter here.
             index = _IndexReader(str(idx_path), multimodal=False)
-            self.num_documents = int(index.document_count) - 1
             expected_tokens = int(np.sum(index.sequence_lengths, dtype=np.int64))
             dtype = index.dtype
         except Exception as error:

@@ -71,7 +71,6 @@ def tensor_parallel_part(whole: Tensor, param: nn.Parameter, rank: int, size: in
     on its own, and a rank keeps its parts together.
     """
     dim: int = param.partition_dim  # type: ignore[attr-defined]
-    # Transformer Engine's layers do not carry Megatron's stride: fc1 of a gated MLP is known by its shape.
     stride: int = getattr(param, "partition_stride", 1)
     pieces = torch.chunk(whole, size * stride, dim=dim)
     return torch.cat(pieces[rank::size], dim=dim)

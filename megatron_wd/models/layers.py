@@ -2,7 +2,7 @@
 
 They keep Megatron Core's modules (parallel linear layers, their checkpoints and their communication) and
 replace what its reference implementations do slowly or not at all: a norm that works under sequence
-parallelism, attention through torch's scaled-dot-product kernel, SwiGLU without copies.
+parallelism, attention from the packed projection (`attention.py`), SwiGLU without copies.
 
 Shapes: s sequence, b micro-batch, h hidden, n query heads here, d channels per head, f MLP width here.
 """
@@ -51,7 +51,7 @@ class NoCoreAttention(nn.Module):
 
 
 class CausalSelfAttention(SelfAttention):
-    """Megatron's self-attention with rotary embedding and torch's fused causal kernel."""
+    """Megatron's self-attention with rotary embedding and causal attention from `attention.py`."""
 
     def forward(  # type: ignore[override]
         self,

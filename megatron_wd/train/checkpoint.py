@@ -18,7 +18,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, cast
 
-import torch
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
@@ -28,7 +27,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_wd.backend import cpu
 from megatron_wd.backend.world import World, run_on_main
-from megatron_wd.config import Config, UserError, resolved_yaml
+from megatron_wd.config import Config, UserError, num_parameters, resolved_yaml
 from megatron_wd.models.names import unwrap
 
 LATEST_FILE = "latest_checkpointed_iteration.txt"
@@ -58,6 +57,12 @@ def iteration_name(step: int) -> str:
     return f"iter_{step:07d}"
 
 
+def _saved_steps(folder: Path) -> list[int]:
+    """Steps of the complete checkpoints in a folder, in order."""
+    names = (re.fullmatch(r"iter_(\d{7,})", p.name) for p in folder.glob("iter_*") if p.is_dir())
+    return sorted(int(name.group(1)) for name in names if name)
+
+
 def latest_checkpoint(run_dir: Path) -> Path | None:
     """The newest complete checkpoint of a run; None if there is none.
 
@@ -68,10 +73,8 @@ def latest_checkpoint(run_dir: Path) -> Path | None:
     if not tracker.is_file():
         # A folder of this name is complete, so a run that was killed before it wrote the tracker loses
         # nothing; nor does one whose tracker got lost.
-        complete = (
-            p for p in tracker.parent.glob("iter_*") if re.fullmatch(r"iter_\d{7,}", p.name)
-        )
-        return max(complete, key=lambda p: int(p.name.removeprefix("iter_")), default=None)
+        steps = _saved_steps(tracker.parent)
+        return tracker.parent / iteration_name(steps[-1]) if steps else None
     text = tracker.read_text(errors="replace").strip()
     known = re.fullmatch(r"[0-9]{1,12}", text)
     folder = tracker.parent / iteration_name(int(text)) if known else None
@@ -128,7 +131,7 @@ class Checkpointer:
         target = self.folder / iteration_name(progress.step)
         partial = self.folder / (_PARTIAL_PREFIX + target.name)
         self._on_main(lambda: self._start(partial), target)
-        state: dict[str, Any] = _state_dict(self.model, self.optimizer, is_loading=False)
+        state = _state_dict(self.model, self.optimizer, is_loading=False)
         state["progress"] = asdict(progress)
         try:
             with cpu.cuda_requests_on_cpu():
@@ -192,10 +195,7 @@ class Checkpointer:
         keep = self.config.checkpoint.keep_last
         if keep is None:
             return
-        steps = sorted(
-            int(p.name.removeprefix("iter_")) for p in self.folder.glob("iter_*") if p.is_dir()
-        )
-        for step in [s for s in steps if s <= newest_step][:-keep]:
+        for step in [s for s in _saved_steps(self.folder) if s <= newest_step][:-keep]:
             shutil.rmtree(self.folder / iteration_name(step))
 
     def _on_main(self, action: Callable[[], None], target: Path) -> None:
@@ -212,8 +212,6 @@ class Checkpointer:
 
 def checkpoint_bytes(config: Config) -> int:
     """Estimated size of a checkpoint: weights, fp32 masters and Adam's two means."""
-    from megatron_wd.config import num_parameters
-
     weight_bytes = 4 if config.precision == "fp32" else 2
     return num_parameters(config.model) * (weight_bytes + 12)
 
@@ -239,42 +237,26 @@ def load_checkpoint(path: Path, model: list[nn.Module], optimizer: MegatronOptim
     Raises:
         UserError: the checkpoint does not hold what this run needs.
     """
-    state: dict[str, Any] = _state_dict(model, optimizer, is_loading=True)
-    loaded = _load(state, path)
-    _load_weights(model, loaded)
+    loaded = _load(_state_dict(model, optimizer, is_loading=True), path)
+    for index, chunk in enumerate(model):
+        unwrap(chunk).load_state_dict(loaded[f"model{index}"])
     with cpu.cuda_requests_on_cpu():
         optimizer.load_state_dict(loaded["optimizer"])
     return Progress(**loaded["progress"])
 
 
-def load_model_weights(model: list[nn.Module], path: Path) -> None:
-    """Loads only the weights. Collective.
-
-    Raises:
-        UserError: the checkpoint does not hold this model.
-    """
-    _load_weights(model, _load(_model_state(model), path))
-
-
 def _state_dict(
     model: list[nn.Module], optimizer: MegatronOptimizer, *, is_loading: bool
 ) -> dict[str, Any]:
-    state = _model_state(model)
-    flat = {key: value for chunk in state.values() for key, value in chunk.items()}
-    with cpu.cuda_requests_on_cpu():
-        state["optimizer"] = optimizer.sharded_state_dict(
-            state if len(model) > 1 else flat,
-            is_loading=is_loading,
-            metadata=dict(_OPTIMIZER_FORMAT),
-        )
-    return state
-
-
-def _model_state(model: list[nn.Module]) -> dict[str, Any]:
-    return {
+    state: dict[str, Any] = {
         f"model{index}": unwrap(chunk).sharded_state_dict(metadata={})  # type: ignore[operator]
         for index, chunk in enumerate(model)
     }
+    with cpu.cuda_requests_on_cpu():
+        state["optimizer"] = optimizer.sharded_state_dict(
+            state, is_loading=is_loading, metadata=dict(_OPTIMIZER_FORMAT)
+        )
+    return state
 
 
 def _load(state: dict[str, Any], path: Path) -> dict[str, Any]:
@@ -289,10 +271,3 @@ def _load(state: dict[str, Any], path: Path) -> dict[str, Any]:
             f"{_root_cause(error)}. If it is damaged, write the step of an older one into "
             f"{path.parent / LATEST_FILE}."
         ) from error
-
-
-def _load_weights(model: list[nn.Module], loaded: dict[str, Any]) -> None:
-    for index, chunk in enumerate(model):
-        unwrap(chunk).load_state_dict(loaded[f"model{index}"])
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()

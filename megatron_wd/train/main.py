@@ -29,9 +29,8 @@ def run(config: Config, *, dry_run: bool = False) -> int:
     """
     validate_world(config, int(os.environ.get("WORLD_SIZE", "1")))
     stop = StopSignal()
-    from megatron_wd.backend.world import quiet_libraries, start_world, stop_world
+    from megatron_wd.backend.world import start_world, stop_world
 
-    quiet_libraries()
     world = start_world(config.parallel)
     from megatron_wd.train.loop import train
     from megatron_wd.train.setup import set_up

@@ -49,17 +49,6 @@ class MetricsWriter:
                 if value is not None:
                     self._tensorboard.add_scalar(name, value, step)
 
-    def write_text(self, name: str, text: str) -> None:
-        """Shows a text card in TensorBoard."""
-        if self._tensorboard is not None:
-            self._tensorboard.add_text(name, text, 0)
-
-    def flush(self) -> None:
-        """Makes everything written so far survive a crash of the machine's programs."""
-        self._file.flush()
-        if self._tensorboard is not None:
-            self._tensorboard.flush()
-
     def close(self) -> None:
         """Flushes and closes all files."""
         self._file.close()

@@ -57,16 +57,7 @@ def forward_backward(
     # Without the distributed optimizer `param.grad` is the buffer itself after an update; left there,
     # the next backward pass would add the buffer to itself.
     optimizer.zero_grad()
-    with cpu.cuda_requests_on_cpu():
-        results = get_forward_backward_func()(
-            forward_step_func=_forward,
-            data_iterator=_iterators(model, batches),
-            model=model if len(model) > 1 else model[0],
-            num_microbatches=len(batches),
-            seq_length=config.train.sequence_tokens,
-            micro_batch_size=config.train.micro_batch_samples,
-            forward_only=False,
-        )
+    results = _run_schedule(model, batches, config, forward_only=False)
     if not results or parallel_state.get_tensor_model_parallel_rank() != 0:
         return None
     return torch.stack([result["loss"] for result in results]).double().mean()
@@ -80,16 +71,7 @@ def evaluate(model: list[nn.Module], batches: list[Batch], config: Config, world
     """
     for chunk in model:
         chunk.eval()
-    with cpu.cuda_requests_on_cpu():
-        results = get_forward_backward_func()(
-            forward_step_func=_forward,
-            data_iterator=_iterators(model, batches),
-            model=model if len(model) > 1 else model[0],
-            num_microbatches=len(batches),
-            seq_length=config.train.sequence_tokens,
-            micro_batch_size=config.train.micro_batch_samples,
-            forward_only=True,
-        )
+    results = _run_schedule(model, batches, config, forward_only=True)
     for chunk in model:
         chunk.train()
     totals = torch.zeros(2, dtype=torch.float64, device=world.device)
@@ -162,9 +144,27 @@ def _where(mine: str | None, world: World) -> str:
     return "; ".join(what for what in found if what) or "the global gradient norm"
 
 
-def _iterators(model: list[nn.Module], batches: list[Batch]) -> Any:
-    """One iterator for each chunk: an interleaved schedule passes every chunk through all batches."""
-    return [iter(batches) for _ in model] if len(model) > 1 else iter(batches)
+def _run_schedule(
+    model: list[nn.Module], batches: list[Batch], config: Config, *, forward_only: bool
+) -> list[dict[str, Tensor]]:
+    """Passes all micro-batches through Megatron's pipeline schedule.
+
+    Returns:
+        What `_reduce_loss` reports for each micro-batch; empty but on the last pipeline stage.
+    """
+    interleaved = (
+        len(model) > 1
+    )  # every chunk then passes through all batches with an iterator of its own
+    with cpu.cuda_requests_on_cpu():
+        return get_forward_backward_func()(
+            forward_step_func=_forward,
+            data_iterator=[iter(batches) for _ in model] if interleaved else iter(batches),
+            model=model if interleaved else model[0],
+            num_microbatches=len(batches),
+            seq_length=config.train.sequence_tokens,
+            micro_batch_size=config.train.micro_batch_samples,
+            forward_only=forward_only,
+        )
 
 
 def _forward(batches: Iterator[Batch], model: nn.Module) -> tuple[Tensor, Any]:
