@@ -6,7 +6,7 @@ BIN := .venv/bin
 help: ## Say what there is
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
 
-quickstart: ## From nothing to a trained, exported model and a sample (about 5 minutes after setup)
+quickstart: ## From nothing to a trained, exported model and a sample (about 6 minutes after setup)
 	@bash scripts/quickstart.sh
 
 setup: ## Make or repair .venv (about 5 GB) from requirements.lock
