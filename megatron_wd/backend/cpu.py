@@ -15,6 +15,7 @@ Two scopes, each as narrow as it can be:
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -131,6 +132,29 @@ def install() -> None:
     random._get_cuda_rng_state = _get_rng_state
     random._set_cuda_rng_state = _set_rng_state
     random.CudaRNGStatesTracker.fork = _fork_named_rng
+    _leave_buffers_of_one_rank_in_place()
+
+
+def _leave_buffers_of_one_rank_in_place() -> None:
+    """Skips a collective whose output is its input, which one rank alone asks for at every step.
+
+    NCCL sees that there is nothing to do. Gloo copies the whole gradient and weight buffers there and
+    back on one thread, some 2 % of a step of a small model.
+    """
+    from megatron.core.distributed import param_and_grad_buffer as buffers
+
+    def unless_in_place(collective: Any) -> Any:
+        @functools.wraps(collective)
+        def call(output: torch.Tensor, input: torch.Tensor, **options: Any) -> Any:
+            same = output.data_ptr() == input.data_ptr() and output.numel() == input.numel()
+            if same and not options.get("async_op"):
+                return None
+            return collective(output, input, **options)
+
+        return call
+
+    buffers.dist_reduce_scatter_func = unless_in_place(buffers.dist_reduce_scatter_func)
+    buffers.dist_all_gather_func = unless_in_place(buffers.dist_all_gather_func)
 
 
 def _import_without_compiler() -> None:

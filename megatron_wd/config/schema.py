@@ -13,6 +13,8 @@ from typing import Literal
 
 from omegaconf import MISSING
 
+from megatron_wd.config.families import FAMILIES, Family
+
 # The embedding table is padded to a multiple of this. It does not depend on the layout, because a
 # table that grows with tensor parallelism gives another loss on every layout.
 VOCAB_MULTIPLE = 128
@@ -23,7 +25,9 @@ class ModelConfig:
     """The shape of the model.
 
     Attributes:
-        family: Architecture: "llama2" (RMSNorm before each sublayer, SwiGLU, rotary, no biases).
+        family: Architecture: "llama2" (RMSNorm before each sublayer, SwiGLU, rotary, no biases),
+            "olmo2" (RMSNorm after each sublayer and on queries and keys, else as Llama-2), or
+            "gpt2" (LayerNorm, GELU, learned positions, biases).
         num_layers: Transformer blocks (attention and MLP together count as one).
         hidden_size: Width of the residual stream, in channels.
         ffn_hidden_size: Width inside the MLP, in channels (of the gate and of the up branch each).
@@ -31,17 +35,21 @@ class ModelConfig:
         num_query_groups: Key/value heads; null for as many as query heads.
         head_dim: Channels per head; null for hidden_size / num_attention_heads.
         vocab_size: Token ids that the tokenizer uses, before padding.
-        norm_eps: Added to the mean square inside RMSNorm.
-        rope_theta: Base of the rotary embedding's frequencies.
+        max_positions: Longest sequence the model is made for, in tokens: the rows of the table of
+            learned positions ("gpt2", which needs it), and what an export says. Null for
+            train.sequence_tokens.
+        norm_eps: Added to the mean square (RMSNorm) or to the variance (LayerNorm).
+        rope_theta: Base of the rotary embedding's frequencies; "gpt2" has none.
         tie_embeddings: Whether the output layer shares the embedding's weight.
         init: Initial weights. "scaled": linear layers and embeddings from N(0, sqrt(2 / (5 d))),
             the output projections of attention and MLP from N(0, 1 / (sqrt(d) num_layers)).
             "normal": N(0, init_std), the output projections divided by sqrt(2 num_layers).
-        init_std: Standard deviation for init "normal".
+            "truncated_normal": N(0, init_std) without what lies beyond 3 init_std, all alike.
+        init_std: Standard deviation for init "normal" and "truncated_normal".
         dropout: Probability of dropping an activation in attention and in the residual branches.
     """
 
-    family: Literal["llama2"] = "llama2"
+    family: str = "llama2"
     num_layers: int = MISSING
     hidden_size: int = MISSING
     ffn_hidden_size: int = MISSING
@@ -49,12 +57,18 @@ class ModelConfig:
     num_query_groups: int | None = None
     head_dim: int | None = None
     vocab_size: int = MISSING
+    max_positions: int | None = None
     norm_eps: float = 1e-5
     rope_theta: float = 10000.0
     tie_embeddings: bool = False
-    init: Literal["scaled", "normal"] = "scaled"
+    init: Literal["scaled", "normal", "truncated_normal"] = "scaled"
     init_std: float = 0.02
     dropout: float = 0.0
+
+    @property
+    def facts(self) -> Family:
+        """What a block of this family is made of; `validate` has checked that the family exists."""
+        return FAMILIES[self.family]
 
     @property
     def kv_heads(self) -> int:
@@ -154,6 +168,8 @@ class TrainConfig:
         global_batch_samples: Samples per step, over all ranks.
         micro_batch_samples: Samples per forward pass on one data-parallel rank.
         sequence_tokens: Tokens per sample.
+        z_loss: Weight of the squared logarithm of the softmax's denominator in what is minimised; it
+            keeps logits from drifting. Reported apart from the loss.
         recompute: "none" keeps all activations; "full" recomputes each block in the backward pass,
             which costs a third more time and saves most of the activation memory.
     """
@@ -163,6 +179,7 @@ class TrainConfig:
     global_batch_samples: int = MISSING
     micro_batch_samples: int = MISSING
     sequence_tokens: int = MISSING
+    z_loss: float = 0.0
     recompute: Literal["none", "full"] = "none"
 
     @property
@@ -254,6 +271,8 @@ class Config:
         run_dir: Folder of the run; relative paths start from the working directory.
         seed: Seed of initial weights, data order and dropout.
         precision: Arithmetic of the matrix products; master weights are fp32 in each.
+        init_from: Weights to start from instead of random ones: a Hugging Face folder, a run folder
+            or a checkpoint. The optimizer starts anew. Null for random weights.
         model: Shape of the model.
         data: Tokenizer and corpora.
         optim: Optimizer and schedule.
@@ -267,6 +286,7 @@ class Config:
     run_dir: str = MISSING
     seed: int = 1234
     precision: Literal["fp32", "bf16", "fp8"] = "fp32"
+    init_from: str | None = None
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
@@ -314,18 +334,25 @@ def num_parameters(model: ModelConfig, *, include_embeddings: bool = True) -> in
 
     Args:
         model: Shape of the model.
-        include_embeddings: Whether the embedding table and the output layer count.
+        include_embeddings: Whether the embedding tables and the output layer count.
 
     Returns:
         Number of scalars that are trained.
     """
-    width, head = model.hidden_size, model.head_size
-    qkv = width * head * (model.num_attention_heads + 2 * model.kv_heads)
-    attention = qkv + model.num_attention_heads * head * width
-    mlp = 3 * width * model.ffn_hidden_size
-    norms = 2 * width
-    total = model.num_layers * (attention + mlp + norms) + width
+    facts, width, head = model.facts, model.hidden_size, model.head_size
+    query, key_value = model.num_attention_heads * head, model.kv_heads * head
+    norm = width * (2 if facts.norm == "layer" else 1)
+    block = width * (query + 2 * key_value) + query * width
+    block += (3 if facts.gated_mlp else 2) * width * model.ffn_hidden_size
+    block += 2 * norm
+    if facts.qk_norm:
+        block += query + key_value
+    if facts.biases:
+        block += query + 2 * key_value + width + model.ffn_hidden_size + width
+    total = model.num_layers * block + norm
     if include_embeddings:
-        tables = 1 if model.tie_embeddings else 2
-        total += tables * model.vocab_size * width
+        total += (1 if model.tie_embeddings else 2) * model.vocab_size * width
+        if facts.positions == "learned":
+            assert model.max_positions is not None, "validate() asks for it"
+            total += model.max_positions * width
     return total

@@ -6,9 +6,11 @@ machine (is there a GPU, Transformer Engine) or on the data is checked where tho
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Iterator
 
 from megatron_wd.config.errors import UserError
+from megatron_wd.config.families import FAMILIES
 from megatron_wd.config.schema import Config, CorpusConfig, ModelConfig
 
 FP8_MULTIPLE = 16  # Transformer Engine's fp8 matrix products need it of every dimension
@@ -85,6 +87,7 @@ def _ranges(config: Config) -> Iterator[str]:
         "model.num_query_groups": model.num_query_groups,
         "model.head_dim": model.head_dim,
         "model.vocab_size": model.vocab_size,
+        "model.max_positions": model.max_positions,
         "train.steps": train.steps,
         "train.tokens": train.tokens,
         "train.global_batch_samples": train.global_batch_samples,
@@ -114,6 +117,7 @@ def _ranges(config: Config) -> Iterator[str]:
         "optim.weight_decay": optim.weight_decay,
         "optim.clip_grad_norm": optim.clip_grad_norm,
         "optim.warmup_steps": optim.warmup_steps,
+        "train.z_loss": train.z_loss,
     }
     below_one = {
         "model.dropout": model.dropout,
@@ -137,6 +141,11 @@ def _ranges(config: Config) -> Iterator[str]:
 
 
 def _model(model: ModelConfig) -> Iterator[str]:
+    if model.family not in FAMILIES:
+        near = difflib.get_close_matches(model.family, FAMILIES, n=1)
+        meant = f" (did you mean {near[0]}?)" if near else ""
+        yield f"model.family is {model.family}{meant}; known are {', '.join(FAMILIES)}"
+        return
     heads, groups = model.num_attention_heads, model.num_query_groups
     if heads < 1 or model.head_dim == 0 or groups == 0:
         return  # said by _ranges
@@ -150,11 +159,26 @@ def _model(model: ModelConfig) -> Iterator[str]:
             f"model.hidden_size {model.hidden_size} is not a multiple of model.num_attention_heads "
             f"{heads}; change one of the two or set model.head_dim"
         )
-    elif model.head_size % 2:
+    elif model.facts.positions == "rotary" and model.head_size % 2:
         source = "model.hidden_size / model.num_attention_heads"
         yield (
             f"{source if model.head_dim is None else 'model.head_dim'} is {model.head_size}; "
             "rotary embeddings turn pairs of channels, so heads must have an even number of them"
+        )
+    if not model.facts.grouped_queries and heads not in (groups or heads,):
+        yield (
+            f"model.num_query_groups is {groups}, but {model.family} has as many key/value heads as "
+            f"heads ({heads}); set model.num_query_groups=null"
+        )
+    if not model.facts.grouped_queries and heads * model.head_size != model.hidden_size:
+        yield (
+            f"model.head_dim is {model.head_dim}, but the heads of {model.family} divide the hidden "
+            f"size among them; set model.head_dim=null"
+        )
+    if model.facts.positions == "learned" and model.max_positions is None:
+        yield (
+            f"model.max_positions is not set, but {model.family} has a table of learned positions; "
+            "set it to the longest sequence that the model shall be able to read"
         )
 
 
@@ -234,7 +258,12 @@ def _layout(config: Config) -> Iterator[str]:
 
 
 def _length(config: Config) -> Iterator[str]:
-    train = config.train
+    train, positions = config.train, config.model.max_positions
+    if positions is not None and train.sequence_tokens > positions:
+        yield (
+            f"train.sequence_tokens {train.sequence_tokens} is more than model.max_positions "
+            f"{positions}; train on shorter sequences or raise it"
+        )
     if train.steps is None and train.tokens is None:
         yield "neither train.steps nor train.tokens is set; set the one you mean"
     if train.steps is not None and train.tokens is not None:

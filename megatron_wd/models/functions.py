@@ -2,10 +2,10 @@
 
 Without a compiler every eager operation is one more trip through memory, and on two cores those
 trips, not the matrix products, are what separates us from the hardware's speed. Each function here
-therefore works on blocks of rows small enough to stay in the CPU's second-level cache, writes its
-result once, and saves for the backward pass only what cannot be cheaply computed again. bf16 inputs
-are computed in fp32 inside a block, so no full fp32 copy of an activation ever exists. On CUDA a
-block is the whole tensor.
+therefore works on blocks of rows small enough to stay in the CPU's caches, writes its result once,
+and saves for the backward pass only what cannot be cheaply computed again. bf16 inputs are computed
+in fp32 inside a block, so no full fp32 copy of an activation ever exists. On CUDA a block is the
+whole tensor.
 
 Legend of shapes: s sequence, b micro-batch, h query heads, g KV heads (groups), r = h / g query
 heads per group, e head width, f feed-forward width of this rank, d hidden width, v vocabulary
@@ -22,8 +22,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-_BLOCK_BYTES = 1 << 21
-"""Working set of one block of rows: about what the second-level caches of two cores hold."""
+_BLOCK_BYTES = 1 << 23
+"""Working set of one block of rows: stays in a few cores' share of the last cache, and is long enough
+that two threads do not spend their time meeting each other."""
 
 
 def _blocks(rows: int, row_bytes: int, device: torch.device) -> Iterator[slice]:

@@ -22,7 +22,8 @@ def flops_per_token(model: ModelConfig, sequence_tokens: int) -> float:
     width, head = model.hidden_size, model.head_size
     qkv = width * head * (model.num_attention_heads + 2 * model.kv_heads)
     proj = model.num_attention_heads * head * width
-    matmul_weights = model.num_layers * (qkv + proj + 3 * width * model.ffn_hidden_size)
+    mlp = (3 if model.facts.gated_mlp else 2) * width * model.ffn_hidden_size
+    matmul_weights = model.num_layers * (qkv + proj + mlp)
     matmul_weights += width * model.vocab_size
     attention = model.num_layers * sequence_tokens * model.num_attention_heads * head
     return 6.0 * (matmul_weights + attention)
