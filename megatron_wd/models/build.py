@@ -11,11 +11,9 @@ from torch import nn
 
 from megatron_wd.backend import cpu
 from megatron_wd.config import Config, UserError
-from megatron_wd.models import llama2
+from megatron_wd.models.blocks import BLOCK_PATTERN, stack_spec, transformer_options
 from megatron_wd.models.init import initialize_weights
 from megatron_wd.models.layers import CausalLM
-
-FAMILIES = {"llama2": llama2}
 
 
 def have_transformer_engine() -> bool:
@@ -54,9 +52,8 @@ def transformer_config(config: Config) -> TransformerConfig:
     use_te = have_transformer_engine()
     half = config.precision in ("bf16", "fp8")
     interleaved = parallel.virtual_pipeline > 1
-    family = FAMILIES[model.family]
     return TransformerConfig(
-        num_layers=model.num_layers * len(family.BLOCK_PATTERN),
+        num_layers=model.num_layers * len(BLOCK_PATTERN),
         hidden_size=model.hidden_size,
         ffn_hidden_size=model.ffn_hidden_size,
         num_attention_heads=model.num_attention_heads,
@@ -65,7 +62,7 @@ def transformer_config(config: Config) -> TransformerConfig:
         layernorm_epsilon=model.norm_eps,
         hidden_dropout=model.dropout,
         attention_dropout=model.dropout,
-        **family.TRANSFORMER_OPTIONS,
+        **transformer_options(model.facts),
         # Weights come from models/init.py, the same on every layout.
         perform_initialization=False,
         use_cpu_initialization=not torch.cuda.is_available(),
@@ -86,7 +83,7 @@ def transformer_config(config: Config) -> TransformerConfig:
         recompute_method="uniform" if config.train.recompute == "full" else None,
         recompute_num_layers=1 if config.train.recompute == "full" else None,
         gradient_accumulation_fusion=False,
-        bias_activation_fusion=use_te,
+        bias_activation_fusion=use_te and model.facts.gated_mlp,
         bias_dropout_fusion=use_te,
         apply_rope_fusion=use_te,
         masked_softmax_fusion=False,
@@ -97,9 +94,8 @@ def transformer_config(config: Config) -> TransformerConfig:
 
 def layer_pattern(config: Config) -> str:
     """HybridModel's layer pattern, with `|` between pipeline segments."""
-    block = FAMILIES[config.model.family].BLOCK_PATTERN
     segments = config.parallel.pipeline * config.parallel.virtual_pipeline
-    return "|".join([block * (config.model.num_layers // segments)] * segments)
+    return "|".join([BLOCK_PATTERN * (config.model.num_layers // segments)] * segments)
 
 
 def build_model(config: Config) -> list[nn.Module]:
@@ -118,7 +114,7 @@ def build_model(config: Config) -> list[nn.Module]:
         UserError: this machine cannot do what is asked (`check_runtime`).
     """
     check_runtime(config)
-    megatron_config = transformer_config(config)
+    megatron_config, facts = transformer_config(config), config.model.facts
     chunks = max(1, config.parallel.virtual_pipeline)
     first = parallel_state.is_pipeline_first_stage(ignore_virtual=True)
     last = parallel_state.is_pipeline_last_stage(ignore_virtual=True)
@@ -127,17 +123,20 @@ def build_model(config: Config) -> list[nn.Module]:
         for index in range(chunks):
             chunk = CausalLM(
                 config=megatron_config,
-                hybrid_stack_spec=FAMILIES[config.model.family].stack_spec(
-                    use_transformer_engine=have_transformer_engine()
+                hybrid_stack_spec=stack_spec(
+                    facts, use_transformer_engine=have_transformer_engine()
                 ),
                 vocab_size=config.model.padded_vocab_size,
                 unpadded_vocab_size=config.model.vocab_size,
-                max_sequence_length=config.train.sequence_tokens,
+                z_loss=config.train.z_loss,
+                max_sequence_length=config.model.max_positions or config.train.sequence_tokens,
                 hybrid_layer_pattern=layer_pattern(config),
                 pre_process=first and index == 0,
                 post_process=last and index == chunks - 1,
                 share_embeddings_and_output_weights=config.model.tie_embeddings,
-                position_embedding_type=FAMILIES[config.model.family].POSITIONS,
+                position_embedding_type=(
+                    "rope" if facts.positions == "rotary" else "learned_absolute"
+                ),
                 rotary_base=config.model.rope_theta,  # type: ignore[arg-type]
                 vp_stage=index if chunks > 1 else None,
             )

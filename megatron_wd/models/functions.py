@@ -227,7 +227,7 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         vocab_size: int,
         group: dist.ProcessGroup | None,
         reuse_logits: bool,
-    ) -> Tensor:
+    ) -> tuple[Tensor, Tensor]:
         n, columns = labels.numel(), logits.shape[-1]
         real = min(max(vocab_size - first_id, 0), columns)  # columns that are not padding
         flat, ids = logits.reshape(n, columns), labels.reshape(n)
@@ -244,20 +244,23 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
                 block = torch.log_softmax(flat[rows, :real].to(wide), dim=-1)
                 log_p[rows] = block.gather(1, local[rows])
         if group is None or dist.get_world_size(group) == 1:
-            loss, share = -log_p[:, 0], None
+            loss, log_z, share = -log_p[:, 0], (at_label - log_p)[:, 0], None
         else:
             log_sum = at_label - log_p if real else log_p
-            loss, share = _combine(log_sum[:, 0], at_label[:, 0] * mine, group)
+            at_label = at_label[:, 0] * mine
+            loss, log_z, share = _combine(log_sum[:, 0], at_label, group)
         # A label outside the vocabulary has no probability: say so loudly, without waiting for the
         # device.
         loss = loss.masked_fill((ids < 0) | (ids >= vocab_size), float("nan"))
         ctx.save_for_backward(flat, local, mine, share)
         ctx.shape, ctx.real, ctx.reuse_logits, ctx.spent = logits.shape, real, reuse_logits, False
-        return loss.view(labels.shape)
+        return loss.view(labels.shape), log_z.view(labels.shape)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, d_loss: Tensor) -> tuple[Tensor, None, None, None, None, None]:
+    def backward(
+        ctx: Any, d_loss: Tensor, d_log_z: Tensor
+    ) -> tuple[Tensor, None, None, None, None, None]:
         if ctx.spent:
             raise RuntimeError("an earlier backward pass has overwritten the logits (reuse_logits)")
         ctx.spent = ctx.reuse_logits
@@ -265,8 +268,9 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         real, n = ctx.real, flat.shape[0]
         grad = flat.detach() if ctx.reuse_logits else torch.empty_like(flat)
         wide = d_loss.dtype
-        scale = d_loss.reshape(n, 1)
-        at_label = torch.where(mine[:, None], -scale, 0.0)
+        at_label = torch.where(mine[:, None], -d_loss.reshape(n, 1), 0.0)
+        # d loss / d logits = softmax - onehot, and d log_z / d logits = softmax.
+        scale = (d_loss + d_log_z).reshape(n, 1)
         if share is not None:
             scale = scale * share[:, None]
         for rows in _blocks(n if real else 0, 2 * real * scale.element_size(), flat.device):
@@ -279,11 +283,13 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         return grad.view(ctx.shape), None, None, None, None, None
 
 
-def _combine(log_sum: Tensor, at_label: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
-    """Loss per row, and this rank's share of the softmax, from each rank's own log-sum-exp.
+def _combine(
+    log_sum: Tensor, at_label: Tensor, group: dist.ProcessGroup
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Loss per row, log-sum-exp over all ranks, and this rank's share of the softmax.
 
     Args:
-        log_sum: [n], -inf on a rank that holds only padding.
+        log_sum: [n], log-sum-exp of this rank's columns, -inf on a rank that holds only padding.
         at_label: [n], the label's logit on the rank that holds it, else 0.
         group: ranks that hold the other columns.
     """
@@ -292,7 +298,8 @@ def _combine(log_sum: Tensor, at_label: Tensor, group: dist.ProcessGroup) -> tup
     share = (log_sum - peak).exp_()
     sums = torch.stack((share, at_label))
     dist.all_reduce(sums, group=group)
-    return sums[0].log().add_(peak).sub_(sums[1]), share.div_(sums[0])
+    log_z = sums[0].log().add_(peak)
+    return log_z - sums[1], log_z, share.div_(sums[0])
 
 
 def vocab_parallel_cross_entropy(
@@ -303,7 +310,7 @@ def vocab_parallel_cross_entropy(
     vocab_size: int,
     group: dist.ProcessGroup | None = None,
     reuse_logits: bool = False,
-) -> Tensor:
+) -> tuple[Tensor, Tensor]:
     """Cross-entropy of every token, from logits whose columns are split over the ranks of `group`.
 
     Columns of ids at or beyond `vocab_size` are padding: they take no part in the softmax and get
@@ -323,7 +330,8 @@ def vocab_parallel_cross_entropy(
             backward runs once.
 
     Returns:
-        Loss in nats, [s, b], fp32 (fp64 for fp64 logits).
+        Loss in nats, and the logarithm of the softmax's denominator (log-sum-exp of the logits), each
+        [s, b], fp32 (fp64 for fp64 logits). Both can be differentiated.
     """
     return _VocabParallelCrossEntropy.apply(  # type: ignore[no-any-return]
         logits, labels, first_id, vocab_size, group, reuse_logits

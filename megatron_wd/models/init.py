@@ -23,7 +23,7 @@ def weight_std(name: str, config: Config) -> float:
 
     "scaled" (GPT-NeoX; the weight-decay study's code, arXiv 2602.11137): sqrt(2 / (5 d)), output
     projections 1 / (sqrt(d) num_layers). "normal" (GPT-2): init_std, output projections divided by
-    sqrt(2 num_layers).
+    sqrt(2 num_layers). "truncated_normal" (OLMo-2): init_std everywhere.
     """
     model = config.model
     is_output = name.endswith(_OUTPUT_PROJECTIONS)
@@ -31,19 +31,26 @@ def weight_std(name: str, config: Config) -> float:
         if is_output:
             return 1.0 / (math.sqrt(model.hidden_size) * model.num_layers)
         return math.sqrt(2.0 / (5.0 * model.hidden_size))
+    if model.init == "truncated_normal":
+        return model.init_std
     return model.init_std / math.sqrt(2.0 * model.num_layers) if is_output else model.init_std
 
 
-def full_tensor(name: str, shape: tuple[int, ...], seed: int, std: float) -> Tensor:
-    """Draws a whole tensor, fp32 on the CPU, from (seed, name) alone."""
+def full_tensor(
+    name: str, shape: tuple[int, ...], seed: int, std: float, *, truncated: bool = False
+) -> Tensor:
+    """Draws a whole tensor, fp32 on the CPU, from (seed, name) alone; truncated at 3 std if wanted."""
     digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
-    return torch.empty(shape).normal_(0.0, std, generator=generator)
+    values = torch.empty(shape)
+    if truncated:
+        return nn.init.trunc_normal_(values, 0.0, std, -3.0 * std, 3.0 * std, generator=generator)
+    return values.normal_(0.0, std, generator=generator)
 
 
 @torch.no_grad()
 def initialize_weights(model: list[nn.Module], config: Config) -> None:
-    """Fills this rank's parameters: matrices normal, norm gains one.
+    """Fills this rank's parameters: matrices normal, norm gains one, biases zero.
 
     Padding rows of the vocabulary are drawn like the others (each row has its place in the stream); they
     take no part in the loss, so their gradient is zero.
@@ -54,13 +61,19 @@ def initialize_weights(model: list[nn.Module], config: Config) -> None:
     size = parallel_state.get_tensor_model_parallel_world_size()
     for name, param in named_parameters(model):
         if param.dim() == 1:
-            param.fill_(1.0)
+            param.fill_(0.0 if name.endswith("bias") else 1.0)
             continue
         shape = list(param.shape)
         divided = getattr(param, "tensor_model_parallel", False) and size > 1
         if divided:
             shape[param.partition_dim] *= size  # type: ignore[attr-defined]
-        whole = full_tensor(name, tuple(shape), config.seed, weight_std(name, config))
+        whole = full_tensor(
+            name,
+            tuple(shape),
+            config.seed,
+            weight_std(name, config),
+            truncated=config.model.init == "truncated_normal",
+        )
         param.copy_(tensor_parallel_part(whole, param, rank, size) if divided else whole)
 
 

@@ -57,9 +57,11 @@ def evaluation_batches(
 
 
 def _batch(stream: SampleStream, numbers: range | np.ndarray, world: World) -> Batch:
-    """tokens and labels: int64 [b, s], labels one token ahead."""
+    """tokens, labels one token ahead, and positions in the sequence: int64 [b, s]."""
     windows = torch.from_numpy(np.stack([stream[int(number)] for number in numbers]))
-    batch = {"tokens": windows[:, :-1].contiguous(), "labels": windows[:, 1:].contiguous()}
+    tokens, labels = windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
+    positions = torch.arange(tokens.shape[1]).expand_as(tokens)
+    batch = {"tokens": tokens, "labels": labels, "positions": positions}
     if world.context_size > 1:
         batch = {
             k: context_part(v, world.context_rank, world.context_size) for k, v in batch.items()

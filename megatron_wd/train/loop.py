@@ -23,7 +23,14 @@ from megatron_wd.optim.schedule import learning_rate
 from megatron_wd.train.batches import evaluation_batches, train_batches
 from megatron_wd.train.checkpoint import Checkpointer, Progress
 from megatron_wd.train.metrics import MetricsWriter, Row, Stopwatch, progress_line
-from megatron_wd.train.step import NonFiniteError, agree, evaluate, forward_backward, update
+from megatron_wd.train.step import (
+    NonFiniteError,
+    StepLoss,
+    agree,
+    evaluate,
+    forward_backward,
+    update,
+)
 from megatron_wd.train.throughput import flops_per_token
 
 
@@ -128,7 +135,7 @@ def _due(step: int, every: int | None, force: bool) -> bool:
     return force or (every is not None and step % every == 0)
 
 
-def _measure(run: Run, watch: Stopwatch, loss: float, lr: float, grad_norm: float) -> Row:
+def _measure(run: Run, watch: Stopwatch, loss: StepLoss, lr: float, grad_norm: float) -> Row:
     """Losses and norms are this step's; times are means since the row before. Collective."""
     config, step = run.config, run.progress.step
     used_bytes = memory_bytes(run.world)
@@ -138,10 +145,11 @@ def _measure(run: Run, watch: Stopwatch, loss: float, lr: float, grad_norm: floa
     per_token = flops_per_token(config.model, config.train.sequence_tokens)
     tflops = per_token * tokens_per_s / run.world.size / 1e12
     if run.world.is_main:
-        line = progress_line(step, config.steps, loss, lr, grad_norm, tokens_per_s, step_s)
+        line = progress_line(step, config.steps, loss.loss, lr, grad_norm, tokens_per_s, step_s)
         print(line, flush=True)
     return {
-        "loss/train": loss,
+        "loss/train": loss.loss,
+        **({} if loss.z_loss is None else {"loss/z": loss.z_loss}),
         "lr": lr,
         "weight_decay": config.optim.weight_decay,
         "grad_norm": grad_norm,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -49,8 +50,8 @@ def forward_backward(
     """Runs all micro-batches of a step; gradients are left in the model's buffers.
 
     Returns:
-        This rank's mean loss in nats per token (float64 scalar) where it is the last pipeline stage and
-        the first tensor-parallel rank, None elsewhere.
+        This rank's mean loss in nats per token and, where there is one, mean z-loss (float64, 1 or 2
+        values) where it is the last pipeline stage and the first tensor-parallel rank, None elsewhere.
     """
     for chunk in model:
         chunk.zero_grad_buffer()  # type: ignore[operator]
@@ -60,7 +61,7 @@ def forward_backward(
     results = _run_schedule(model, batches, config, forward_only=False)
     if not results or parallel_state.get_tensor_model_parallel_rank() != 0:
         return None
-    return torch.stack([result["loss"] for result in results]).double().mean()
+    return torch.stack([result["parts"] for result in results]).mean(dim=0)
 
 
 @torch.no_grad()
@@ -82,31 +83,46 @@ def evaluate(model: list[nn.Module], batches: list[Batch], config: Config, world
     return float(totals[0] / totals[1])
 
 
-def agree(loss: Tensor | None, stop_requested: bool, world: World) -> tuple[float, bool]:
+@dataclass(frozen=True)
+class StepLoss:
+    """Means over all tokens of a step, over all ranks.
+
+    Attributes:
+        loss: cross entropy in nats per token.
+        z_loss: what `train.z_loss` adds to it in what is minimised; None where there is none.
+    """
+
+    loss: float
+    z_loss: float | None
+
+
+def agree(local: Tensor | None, stop_requested: bool, world: World) -> tuple[StepLoss, bool]:
     """One small reduction per step: the loss, whether it is finite, whether anybody wants to stop.
 
     Args:
-        loss: what `forward_backward` returned on this rank.
+        local: what `forward_backward` returned on this rank.
         stop_requested: whether this rank got a signal.
         world: this rank's place.
 
     Returns:
-        (mean loss over data-parallel ranks, whether any rank wants to stop), equal on every rank.
+        (means over data-parallel ranks, whether any rank wants to stop), equal on every rank.
 
     Raises:
         NonFiniteError: on every rank, where the loss of any is NaN or infinite.
     """
-    sums = torch.zeros(3, dtype=torch.float64, device=world.device)
-    if loss is not None:
-        sums[0], sums[1] = loss, 1.0
-    sums[2] = float(stop_requested)
+    # loss, z-loss, how many ranks gave a z-loss, how many gave a loss, how many want to stop
+    sums = torch.zeros(5, dtype=torch.float64, device=world.device)
+    if local is not None:
+        sums[: len(local)] = local
+        sums[2], sums[3] = len(local) - 1, 1.0
+    sums[4] = float(stop_requested)
     dist.all_reduce(sums)
-    total, contributors, stops = sums.tolist()
-    mean = total / contributors
+    loss, z_loss, with_z_loss, contributors, stops = sums.tolist()
+    mean = (loss + z_loss) / contributors
     if not math.isfinite(mean):
-        mine = None if loss is None or math.isfinite(float(loss)) else f"loss {float(loss)}"
-        raise NonFiniteError(_where(mine, world))
-    return mean, stops > 0
+        finite = local is None or bool(torch.isfinite(local).all())
+        raise NonFiniteError(_where(None if finite else f"loss {float(local[0])}", world))  # type: ignore[index]
+    return StepLoss(loss / contributors, z_loss / contributors if with_z_loss else None), stops > 0
 
 
 def update(
@@ -169,23 +185,24 @@ def _run_schedule(
 
 def _forward(batches: Iterator[Batch], model: nn.Module) -> tuple[Tensor, Any]:
     batch = next(batches)
-    losses = model(
-        input_ids=batch["tokens"], position_ids=None, attention_mask=None, labels=batch["labels"]
+    parts = model(
+        input_ids=batch["tokens"],
+        position_ids=batch["positions"],
+        attention_mask=None,
+        labels=batch["labels"],
     )
-    return losses, partial(_reduce_loss, weights=batch.get("weights"))
+    return parts, partial(_reduce_loss, weights=batch.get("weights"))
 
 
-def _reduce_loss(
-    losses: Tensor, weights: Tensor | None
-) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """losses [b, s] -> (sum for the gradient, number of tokens, what is reported)."""
-    total = losses.sum()
+def _reduce_loss(parts: Tensor, weights: Tensor | None) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """parts [cross entropy, z-loss if any; b, s] -> (sum for the gradient, number of tokens, what is
+    reported)."""
+    total, losses = parts.sum(), parts[0]
     tokens = torch.tensor(losses.numel(), dtype=torch.int, device=losses.device)
-    detached = losses.detach().double()
     if weights is None:
-        return total, tokens, {"loss": detached.mean()}
+        return total, tokens, {"parts": parts.detach().double().mean(dim=(1, 2))}
     report = {
-        "weighted_loss": (detached.sum(dim=1) * weights).sum(),
+        "weighted_loss": (losses.detach().double().sum(dim=1) * weights).sum(),
         "weight": weights.double().sum() * losses.shape[1],
     }
     return total, tokens, report
