@@ -37,18 +37,25 @@ examples:
   bash launch/pretrain.sh configs/quickstart.yaml optim.weight_decay=0.5 run_dir=runs/wd0.5
   bash launch/pretrain.sh configs/quickstart.yaml --print-config     what would run, and nothing else
   bash launch/pretrain.sh configs/quickstart.yaml --dry-run          are data, layout, memory all right?
+  bash launch/pretrain.sh configs/plasticity/llama2_4b_20x_4096_ranks.yaml --dry-run --ranks 4096
   NPROC_PER_NODE=4 bash launch/pretrain.sh configs/quickstart.yaml   as many processes
   torchrun --nproc-per-node 4 launch/pretrain.sh configs/quickstart.yaml
-  sbatch launch/slurm.sh configs/llama2_1b.yaml                      several machines
+  sbatch launch/slurm.sh configs/plasticity/llama2_1b_20x.yaml       several machines
 
 Without NPROC_PER_NODE there is one process for each GPU; without a GPU, as many as one copy of the model
 needs (parallel.tensor x parallel.pipeline x parallel.context).
+
+--dry-run is one process on any machine: it pretends the ranks, builds each pipeline stage of the model
+without memory behind it, and prints what a start prints, and parameters and memory of one rank per stage.
+Tokenizer and data are checked where they exist.
 
 A run that was stopped goes on where its last checkpoint was saved when the same command is given again.
 SIGTERM or Ctrl-C: it saves first.
 
 exit codes: 0 done, 2 wrong use or config, 3 stopped by a signal after saving, 1 anything else
 """
+
+ONE_ANSWERS = {"-h", "--help", "--print-config", "--dry-run"}  # under torchrun, for all processes
 
 
 def parse(argv):
@@ -77,11 +84,22 @@ def parse(argv):
     parser.add_argument(
         "--dry-run",
         action="store_true",
-        help="check config, data and layout, print the start-up summary, and stop",
+        help="check config, data and layout on pretended ranks, print summary and memory, and stop",
     )
+    parser.add_argument(
+        "--ranks",
+        type=int,
+        metavar="N",
+        help="with --dry-run: pretend N processes (default: as many as one copy of the model needs)",
+    )
+    parser.add_argument("--json", action="store_true", help="with --dry-run: print the numbers as JSON")
     options = parser.parse_intermixed_args(argv)
     if options.config is None:
         parser.error("no CONFIG is given, such as configs/quickstart.yaml")
+    if not options.dry_run and (options.ranks is not None or options.json):
+        parser.error("--ranks and --json need --dry-run")
+    if options.ranks is not None and options.ranks < 1:
+        parser.error(f"--ranks is {options.ranks}; it must be at least 1")
     return options
 
 
@@ -92,7 +110,7 @@ def main(argv=None):
     argv = sys.argv[1:] if argv is None else argv
     if not launch.is_worker():
         return start(argv)
-    if os.environ.get("RANK", "0") != "0" and {"-h", "--help", "--print-config"} & set(argv):
+    if os.environ.get("RANK", "0") != "0" and ONE_ANSWERS & set(argv):
         return launch.run_worker(lambda: 0)  # one process answers for all
     launch.limit_threads(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     return launch.run_worker(lambda: work(argv))
@@ -105,7 +123,7 @@ def start(argv):
 
     options = parse(argv)
     config = load_config(options.config, options.overrides)
-    if options.print_config:
+    if options.print_config or options.dry_run:
         return work(argv)
     processes = launch.count_processes(config.parallel)
     world = processes * launch.count_nodes()
@@ -120,6 +138,7 @@ def start(argv):
 
 def work(argv):
     """What every worker does."""
+    from megatron_wd.backend import launch
     from megatron_wd.config import load_config, resolved_yaml
 
     options = parse(argv)
@@ -127,9 +146,16 @@ def work(argv):
     if options.print_config:
         print(resolved_yaml(config, mark_changes=True), end="")
         return 0
+    if options.dry_run:
+        from megatron_wd.train import dry_run
+
+        started = os.environ.get("WORLD_SIZE") if launch.is_worker() else None
+        return dry_run.run(
+            config, options.ranks or (int(started) if started else None), as_json=options.json
+        )
     from megatron_wd.train.main import run
 
-    return run(config, dry_run=options.dry_run)
+    return run(config)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Trains on several machines under Slurm, from the repository's folder:
 #
-#   sbatch --nodes=2 --gpus-per-node=8 launch/slurm.sh configs/llama2_1b.yaml [key=value ...]
+#   sbatch --nodes=2 --gpus-per-node=8 launch/slurm.sh configs/plasticity/llama2_1b_20x.yaml [key=value ...]
 #
 # Everything below can be given to sbatch on the command line, which wins over these lines. Add your
 # site's --partition, --account and --time.

@@ -27,7 +27,8 @@ from megatron_wd.config.source import parse_scalar, parse_yaml
 ROOT = Path(__file__).resolve().parent.parent
 TINY = ROOT / "configs" / "tiny.yaml"
 CONFIGS = sorted((ROOT / "configs").rglob("*.yaml"))
-COMPLETE = [p for p in CONFIGS if not {"base", "studies"} & set(p.relative_to(ROOT).parts)]
+PARTS = {"base", "models", "studies"}  # folders of what is no run by itself
+COMPLETE = [p for p in CONFIGS if not PARTS & set(p.relative_to(ROOT).parts)]
 
 Write = Callable[..., Path]
 
@@ -63,22 +64,20 @@ def based(text: str) -> str:
 def test_every_shipped_config_loads_and_fits_its_own_layout(path: Path) -> None:
     config = load_config(path)
     samples = config.train.global_batch_samples // config.train.micro_batch_samples
+    interleaved = config.parallel.virtual_pipeline > 1  # needs as many micro-batches as stages
+    most = samples // config.parallel.pipeline if interleaved else samples
     validate_world(config, config.parallel.model_ranks)
-    validate_world(config, config.parallel.model_ranks * samples)
+    validate_world(config, config.parallel.model_ranks * most)
 
 
-@pytest.mark.parametrize("path", [p for p in CONFIGS if p not in COMPLETE and "base" in p.parts])
-def test_every_shipped_base_is_used(path: Path) -> None:
-    users = [p for p in COMPLETE if f"base/{path.name}" in p.read_text("utf-8")]
-    assert users
-
-
-def test_llama2_1b_is_the_model_of_the_paper() -> None:
-    config = load_config(ROOT / "configs" / "llama2_1b.yaml")
-    assert num_parameters(config.model) == 1_000_564_736
-    assert config.model.head_size == 64
-    assert config.optim.final_lr == 2e-5
-    assert config.total_tokens >= 20_000_000_000 > config.total_tokens - config.train.step_tokens
+def test_every_shipped_base_is_used() -> None:
+    bases = {p for p in CONFIGS if "base" in p.relative_to(ROOT).parts}
+    named = set()
+    for path in CONFIGS:
+        value = yaml.safe_load(path.read_text("utf-8")).get("base", [])
+        for name in value if isinstance(value, list) else [value]:
+            named.add((path.parent / name).resolve())
+    assert bases and bases <= named
 
 
 # Derived quantities

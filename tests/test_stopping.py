@@ -181,8 +181,7 @@ def _train_with_nan(config: str, override: str) -> tuple[str, bool]:
 
     loaded = load_config(config, [override, "log.tensorboard=false"])
     world = start_world(loaded.parallel)
-    run = set_up(loaded, world, dry_run=False)
-    assert run is not None
+    run = set_up(loaded, world)
     parameters = [p for chunk in run.model for p in chunk.parameters()]
     before: list[torch.Tensor] = []
     update = run.optimizer.step_with_ready_grads

@@ -96,8 +96,6 @@ def start_world(parallel: ParallelConfig, *, timeout_s: float = 1800.0) -> World
     """
     quiet_libraries()
     device = pick_device()
-    from megatron.core import parallel_state
-
     if not dist.is_initialized():
         if "RANK" not in os.environ:
             os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1")
@@ -105,6 +103,13 @@ def start_world(parallel: ParallelConfig, *, timeout_s: float = 1800.0) -> World
         dist.init_process_group(
             "nccl" if device.type == "cuda" else "gloo", timeout=timedelta(seconds=timeout_s)
         )
+    return _lay_out(parallel, device)
+
+
+def _lay_out(parallel: ParallelConfig, device: torch.device, *, gloo: bool = True) -> World:
+    """Divides the ranks of the process group; `gloo` says whether checkpoints will need its groups."""
+    from megatron.core import parallel_state
+
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=parallel.tensor,
         pipeline_model_parallel_size=parallel.pipeline,
@@ -112,7 +117,7 @@ def start_world(parallel: ParallelConfig, *, timeout_s: float = 1800.0) -> World
             parallel.virtual_pipeline if parallel.virtual_pipeline > 1 else None
         ),
         context_parallel_size=parallel.context,
-        create_gloo_process_groups=True,
+        create_gloo_process_groups=gloo,
     )
     return World(
         rank=dist.get_rank(),
@@ -142,6 +147,25 @@ def single_process() -> Iterator[World]:
     world = start_world(ParallelConfig())
     try:
         yield world
+    finally:
+        stop_world()
+
+
+@contextlib.contextmanager
+def pretended_world(parallel: ParallelConfig, *, rank: int, size: int) -> Iterator[World]:
+    """The place of one rank among many that do not exist; tensors that are made inside hold no values.
+
+    Collectives return at once and move nothing. For building models of any layout in one process, on
+    the CPU (`dry_run.py`).
+    """
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    quiet_libraries()
+    assert pick_device().type == "cpu", "hide the GPUs before torch is imported"
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
+    try:
+        with torch.device("meta"):
+            yield _lay_out(parallel, torch.device("meta"), gloo=False)
     finally:
         stop_world()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -50,6 +51,14 @@ def decay_table(model: list[nn.Module], config: Config) -> list[DecayRow]:
     Collective: every rank must call it.
     """
     import torch.distributed as dist
+
+    gathered: list[list[DecayRow] | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, decay_rows(model, config))
+    return merge_rows(part for part in gathered if part is not None)
+
+
+def decay_rows(model: list[nn.Module], config: Config) -> list[DecayRow]:
+    """The rows of this rank's parameters."""
     from megatron.core import parallel_state
 
     size = parallel_state.get_tensor_model_parallel_world_size()
@@ -60,12 +69,14 @@ def decay_table(model: list[nn.Module], config: Config) -> list[DecayRow]:
             shape[param.partition_dim] *= size  # type: ignore[attr-defined]
         decay = config.optim.weight_decay if decays(name, param.dim(), config.optim.decay) else 0.0
         rows[name] = DecayRow(name, tuple(shape), config.optim.decay, decay)
-    gathered: list[dict[str, DecayRow] | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, rows)
+    return list(rows.values())
+
+
+def merge_rows(parts: Iterable[list[DecayRow]]) -> list[DecayRow]:
+    """The table from the rows of several ranks, each parameter once, in the order of layers."""
     whole: dict[str, DecayRow] = {}
-    for part in gathered:
-        for name, row in (part or {}).items():
-            assert whole.setdefault(name, row) == row, f"ranks disagree about {name}"
+    for row in (row for part in parts for row in part):
+        assert whole.setdefault(row.name, row) == row, f"ranks disagree about {row.name}"
     return sorted(whole.values(), key=lambda row: _natural(row.name))
 
 

@@ -13,12 +13,11 @@ from megatron_wd.backend.signals import StopSignal
 from megatron_wd.config import Config, UserError, validate_world
 
 
-def run(config: Config, *, dry_run: bool = False) -> int:
+def run(config: Config) -> int:
     """Trains, or resumes, the run that a configuration describes.
 
     Args:
         config: validated.
-        dry_run: checks configuration, data and layout, prints the summary and stops there.
 
     Returns:
         The exit code: 0 done, 1 stopped on a NaN, 3 stopped on a signal after saving.
@@ -38,9 +37,8 @@ def run(config: Config, *, dry_run: bool = False) -> int:
 
     state = None
     try:
-        state = set_up(config, world, dry_run=dry_run)
-        finished = state is None or train(state, stop)
-        return 0 if finished else 3
+        state = set_up(config, world)
+        return 0 if train(state, stop) else 3
     except NonFiniteError as error:
         if world.is_main:
             print(f"error: {error}", file=sys.stderr, flush=True)

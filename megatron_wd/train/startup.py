@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import math
 import os
 import platform
 import subprocess
@@ -19,6 +20,7 @@ from megatron_wd.backend.world import World
 from megatron_wd.config import Config, UserError, num_parameters
 from megatron_wd.optim.decay import DecayRow
 from megatron_wd.train.checkpoint import checkpoint_bytes
+from megatron_wd.train.memory import pipeline_memory
 
 # May differ when a run is resumed: they change where and how the run computes, not what.
 _FREE_ON_RESUME = {"run_dir", "checkpoint", "evaluate", "log", "parallel"}
@@ -125,80 +127,102 @@ def git_commit() -> str | None:
         return None
 
 
-def memory_bytes_per_rank(config: Config, world: World) -> int:
-    """Estimated memory of one rank: weights, gradients, optimizer state and kept activations.
-
-    Weights 4 bytes (bf16: 2), fp32 gradients 4, Adam's means 8 and, for bf16, fp32 masters 4; with the
-    distributed optimizer the last two are divided by the data-parallel size. Activations per token and
-    layer: about 10 values of hidden size and 3 of MLP width (without recomputation), plus the logits.
-    """
-    model, parallel = config.model, config.parallel
-    half = config.precision != "fp32"
-    params = num_parameters(model) / (parallel.tensor * parallel.pipeline)
-    state = params * (
-        (8 + (4 if half else 0)) / (world.data_size if parallel.distributed_optimizer else 1)
-    )
-    weights = params * ((2 if half else 4) + 4)
-    tokens = config.train.micro_batch_samples * config.train.sequence_tokens
-    value = 2 if half else 4
-    kept = 1 if config.train.recompute == "full" else 10
-    per_layer = kept * model.hidden_size
-    if config.train.recompute == "none":
-        per_layer += 3 * model.ffn_hidden_size
-    activations = tokens * value * per_layer * model.num_layers / parallel.tensor
-    logits = tokens * model.padded_vocab_size * (value + 4) / parallel.tensor
-    return int(weights + state + activations + logits)
-
-
 def summary(
     config: Config,
-    world: World,
+    ranks: int,
+    device: str,
     decay: list[DecayRow],
-    tokens_in_data: int,
-    peak: tuple[float | None, str],
+    tokens_in_data: int | None,
+    peak: tuple[float | None, str] | None,
 ) -> str:
-    """What is about to happen, in less than 40 lines."""
-    model, train, parallel, optim = config.model, config.train, config.parallel, config.optim
-    total = num_parameters(model)
-    inner = num_parameters(model, include_embeddings=False)
-    micro_batches = train.global_batch_samples // (train.micro_batch_samples * world.data_size)
-    decayed = [row for row in decay if row.weight_decay != 0.0]
-    exempt = [row for row in decay if row.weight_decay == 0.0]
-    decayed_count = sum(_numel(row.shape) for row in decayed)
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+    """What is about to happen, in less than 40 lines.
+
+    Args:
+        config: validated, also for `ranks`.
+        ranks: processes over all nodes.
+        device: what each of them runs on.
+        decay: table of the whole model.
+        tokens_in_data: of the training corpora; None where they were not opened.
+        peak: from `peak_tflops`; None where nothing will be computed.
+    """
+    data_size = ranks // config.parallel.model_ranks
     lines = [
         f"megatron_wd {megatron_wd.__version__}, run {config.run_dir}, seed {config.seed}",
-        f"model       {model.family}: {model.num_layers} layers, hidden {model.hidden_size}, MLP "
-        f"{model.ffn_hidden_size}, heads {model.num_attention_heads} (KV {model.kv_heads}), vocabulary "
-        f"{model.vocab_size} (padded {model.padded_vocab_size})",
-        f"parameters  {total:,} ({inner:,} without embeddings)",
-        f"layout      {world.size} x {device}: tensor {parallel.tensor}"
-        f"{' + sequence' if parallel.sequence else ''}, pipeline {parallel.pipeline}"
-        f"{f' x {parallel.virtual_pipeline} chunks' if parallel.virtual_pipeline > 1 else ''}, "
-        f"context {parallel.context}, data {world.data_size}"
-        f"{' (distributed optimizer)' if parallel.distributed_optimizer else ''}, {config.precision}",
-        f"tokens      {config.total_tokens:,} in {config.steps:,} steps "
-        f"({config.total_tokens / tokens_in_data:.2f} passes over {tokens_in_data:,} tokens; "
-        f"{config.total_tokens / total:.1f} per parameter)",
-        f"batch       {train.global_batch_samples} samples x {train.sequence_tokens} tokens = "
-        f"{train.step_tokens:,} tokens; micro-batches "
-        f"{micro_batches} of {train.micro_batch_samples}",
-        f"optimizer   AdamW, lr {optim.lr:g} -> {optim.final_lr:g} ({optim.schedule}, warmup "
-        f"{config.warmup_steps} steps), betas {optim.beta1}/{optim.beta2}, clip {optim.clip_grad_norm:g}",
-        f"decay       {optim.weight_decay:g} on {len(decayed)} tensors ({decayed_count:,} values); none on "
-        f"{len(exempt)} tensors ({optim.decay}); table in weight_decay.tsv",
-        f"memory      about {memory_bytes_per_rank(config, world) / 1e9:.2f} GB of tensors per rank, besides "
-        f"the libraries; checkpoint "
-        f"{checkpoint_bytes(config) / 1e9:.2f} GB",
-        "peak        " + (f"{peak[0]:.3g} TFLOP/s per rank ({peak[1]})" if peak[0] else peak[1]),
+        *_model_lines(config),
+        _layout_line(config, f"{ranks} x {device}", data_size),
+        *_batch_lines(config, data_size, tokens_in_data),
+        *_optimizer_lines(config, decay),
+        _memory_line(config, ranks),
     ]
-    if train.tokens is not None and config.total_tokens != train.tokens:
-        lines.append(f"note        train.tokens={train.tokens:,} rounded up to whole steps")
+    if peak is not None:
+        rate = f"{peak[0]:.3g} TFLOP/s per rank ({peak[1]})" if peak[0] else peak[1]
+        lines.append(f"peak        {rate}")
+    if config.train.tokens is not None and config.total_tokens != config.train.tokens:
+        lines.append(f"note        train.tokens={config.train.tokens:,} rounded up to whole steps")
     return "\n".join(lines)
 
 
-def _numel(shape: tuple[int, ...]) -> int:
-    count = 1
-    for size in shape:
-        count *= size
-    return count
+def _model_lines(config: Config) -> list[str]:
+    model = config.model
+    inner = num_parameters(model, include_embeddings=False)
+    lines = [
+        f"model       {model.family}: {model.num_layers} layers, hidden {model.hidden_size}, MLP "
+        f"{model.ffn_hidden_size}, heads {model.num_attention_heads} (KV {model.kv_heads}), vocabulary "
+        f"{model.vocab_size} (padded {model.padded_vocab_size}"
+        f"{', tied' if model.tie_embeddings else ''})",
+        f"parameters  {num_parameters(model):,} ({inner:,} without embeddings)",
+    ]
+    if config.init_from is not None:
+        lines.append(f"weights     from {config.init_from}, before the first step")
+    return lines
+
+
+def _layout_line(config: Config, who: str, data_size: int) -> str:
+    parallel = config.parallel
+    return (
+        f"layout      {who}: tensor {parallel.tensor}"
+        f"{' + sequence' if parallel.sequence else ''}, pipeline {parallel.pipeline}"
+        f"{f' x {parallel.virtual_pipeline} chunks' if parallel.virtual_pipeline > 1 else ''}, "
+        f"context {parallel.context}, data {data_size}"
+        f"{' (distributed optimizer)' if parallel.distributed_optimizer else ''}, {config.precision}"
+    )
+
+
+def _batch_lines(config: Config, data_size: int, tokens_in_data: int | None) -> list[str]:
+    train, total = config.train, config.total_tokens
+    micro_batches = train.global_batch_samples // (train.micro_batch_samples * data_size)
+    passes = (
+        "data not opened"
+        if tokens_in_data is None
+        else f"{total / tokens_in_data:.2f} passes over {tokens_in_data:,} tokens"
+    )
+    return [
+        f"tokens      {total:,} in {config.steps:,} steps ({passes}; "
+        f"{total / num_parameters(config.model):.1f} per parameter)",
+        f"batch       {train.global_batch_samples} samples x {train.sequence_tokens} tokens = "
+        f"{train.step_tokens:,} tokens; micro-batches {micro_batches} of {train.micro_batch_samples}",
+    ]
+
+
+def _optimizer_lines(config: Config, decay: list[DecayRow]) -> list[str]:
+    optim = config.optim
+    decayed = [row for row in decay if row.weight_decay != 0.0]
+    values = sum(math.prod(row.shape) for row in decayed)
+    schedule = f"{optim.schedule}, warmup {config.warmup_steps} steps"
+    if config.wsd_decay_steps:
+        schedule += f", decay over the last {config.wsd_decay_steps}"
+    z_loss = f", z-loss {config.train.z_loss:g}" if config.train.z_loss else ""
+    return [
+        f"optimizer   AdamW, lr {optim.lr:g} -> {optim.final_lr:g} ({schedule}), betas "
+        f"{optim.beta1}/{optim.beta2}, clip {optim.clip_grad_norm:g}{z_loss}",
+        f"decay       {optim.weight_decay:g} on {len(decayed)} tensors ({values:,} values); none on "
+        f"{len(decay) - len(decayed)} tensors ({optim.decay}); table in weight_decay.tsv",
+    ]
+
+
+def _memory_line(config: Config, ranks: int) -> str:
+    largest = max(stage.total_bytes for stage in pipeline_memory(config, ranks))
+    return (
+        f"memory      about {largest / 1e9:.2f} GB of tensors per rank, besides the libraries; "
+        f"checkpoint {checkpoint_bytes(config) / 1e9:.2f} GB"
+    )
