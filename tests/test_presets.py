@@ -1,12 +1,11 @@
 """Shipped models have the papers' sizes, and shipped runs the papers' numbers."""
 
-import json
-import subprocess
-import sys
+import dataclasses
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+from ranks import run_ranks
 
 from megatron_wd.config import Config, ModelConfig, load_config, load_structured, num_parameters
 
@@ -90,37 +89,25 @@ def test_gpt2_small_is_gpt2_small() -> None:
     assert num_parameters(preset("gpt2_85m")) == 124_439_808  # of Hugging Face's "gpt2"
 
 
-# Each preset's model, built without memory; in one process for all, because of Megatron's import.
-BUILD = """
-import json, sys
-from dataclasses import replace
-from pathlib import Path
-from megatron_wd.backend.world import pick_device, quiet_libraries, pretended_world
-quiet_libraries(); pick_device()
-from megatron_wd.config import ParallelConfig, load_config, load_structured
-from megatron_wd.models.build import build_model
-sys.path.insert(0, "tests")
-from test_presets import MODELS, ROOT, Preset
+def built_parameters() -> dict[str, int]:
+    """Parameters of each preset's model, built without memory; padding rows of the tables left out."""
+    from megatron_wd.backend.world import pretended_world
+    from megatron_wd.config import ParallelConfig
+    from megatron_wd.models.build import build_model
 
-counts = {}
-with pretended_world(ParallelConfig(), rank=0, size=1):
-    for path in MODELS:
-        config = replace(load_config(ROOT / "configs/tiny.yaml"), model=load_structured(Preset, path).model)
-        (chunk,) = build_model(config)
-        padding = config.model.padded_vocab_size - config.model.vocab_size
-        tables = 1 if config.model.tie_embeddings else 2
-        counts[path.stem] = sum(p.numel() for p in chunk.parameters())
-        counts[path.stem] -= padding * tables * config.model.hidden_size
-print(json.dumps(counts))
-"""
+    counts = {}
+    with pretended_world(ParallelConfig(), rank=0, size=1):
+        for path in MODELS:
+            model = preset(path.stem)
+            (chunk,) = build_model(dataclasses.replace(run("tiny"), model=model))
+            padding = (model.padded_vocab_size - model.vocab_size) * model.hidden_size
+            tables = 1 if model.tie_embeddings else 2
+            counts[path.stem] = sum(p.numel() for p in chunk.parameters()) - tables * padding
+    return counts
 
 
 def test_counts_are_those_of_the_models_that_are_built() -> None:
-    command = [sys.executable, "-c", BUILD]
-    environment = {"PATH": "/usr/bin:/bin", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment)
-    assert result.returncode == 0, result.stderr
-    built = json.loads(result.stdout)
+    (built,) = run_ranks(1, built_parameters)
     assert built == {path.stem: num_parameters(preset(path.stem)) for path in MODELS}
 
 
