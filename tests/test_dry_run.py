@@ -145,7 +145,7 @@ def test_what_is_on_the_machine_is_checked(tiny: Path) -> None:
     assert whole["tokens_in_data"] == 300 * 200
     assert "60,000 tokens" in whole["output"] and "z-loss 0.0001" in whole["output"]
     assert "weights     from elsewhere/model" in whole["output"]
-    assert "4 x pretended ranks" in whole["output"] and "largest: stage 0" in whole["output"]
+    assert "4 pretended ranks" in whole["output"] and "largest: stage 0" in whole["output"]
     assert whole["warnings"] == ["not on this machine, so not checked: elsewhere/model"]
     assert no_tokenizer["tokens_in_data"] is None
     assert no_tokenizer["errors"] == (

@@ -70,8 +70,8 @@ def run(config: Config, ranks: int | None = None, *, as_json: bool = False) -> i
         return 0
     from megatron_wd.train.startup import summary
 
-    device = "pretended rank" + ("s" if result.ranks > 1 else "")
-    print(summary(config, result.ranks, device, result.decay, result.tokens_in_data, None))
+    who = f"{result.ranks} pretended rank{'s' if result.ranks > 1 else ''}"
+    print(summary(config, result.ranks, who, result.decay, result.tokens_in_data, None))
     print("\n" + table(result))
     sys.stdout.flush()
     for warning in result.warnings:

@@ -56,7 +56,8 @@ def set_up(config: Config, world: World) -> Run:
     peak = peak_tflops(config)
     if world.is_main:
         device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
-        summary = startup.summary(config, world.size, device, decay, data.train_tokens, peak)
+        who = f"{world.size} x {device}"
+        summary = startup.summary(config, world.size, who, decay, data.train_tokens, peak)
         print(summary, flush=True)
 
     run_dir = Path(config.run_dir)

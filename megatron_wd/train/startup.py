@@ -130,7 +130,7 @@ def git_commit() -> str | None:
 def summary(
     config: Config,
     ranks: int,
-    device: str,
+    who: str,
     decay: list[DecayRow],
     tokens_in_data: int | None,
     peak: tuple[float | None, str] | None,
@@ -140,7 +140,7 @@ def summary(
     Args:
         config: validated, also for `ranks`.
         ranks: processes over all nodes.
-        device: what each of them runs on.
+        who: how many of what, as in `8 x CPU`.
         decay: table of the whole model.
         tokens_in_data: of the training corpora; None where they were not opened.
         peak: from `peak_tflops`; None where nothing will be computed.
@@ -149,7 +149,7 @@ def summary(
     lines = [
         f"megatron_wd {megatron_wd.__version__}, run {config.run_dir}, seed {config.seed}",
         *_model_lines(config),
-        _layout_line(config, f"{ranks} x {device}", data_size),
+        _layout_line(config, who, data_size),
         *_batch_lines(config, data_size, tokens_in_data),
         *_optimizer_lines(config, decay),
         _memory_line(config, ranks),
