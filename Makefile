@@ -1,10 +1,10 @@
 # `make` alone lists the commands. PYTHON=/path/to/python3.12 chooses the interpreter of .venv.
 BIN := .venv/bin
 .DEFAULT_GOAL := help
-.PHONY: help quickstart setup test lint format lock clean
+.PHONY: help quickstart setup test te-check lint format lock clean
 
 help: ## Say what there is
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
 
 quickstart: ## From nothing to a trained, exported model and a sample (about 6 minutes after setup)
 	@bash scripts/quickstart.sh
@@ -14,6 +14,9 @@ setup: ## Make or repair .venv (about 5 GB) from requirements.lock
 
 test: setup ## Set up and run the tests (ARGS="tests/test_config.py -x" for some of them)
 	@$(BIN)/python -m pytest $(ARGS)
+
+te-check: setup ## Check our layers against the real Transformer Engine, without a GPU (builds it first: 10 minutes)
+	@bash scripts/te_check.sh $(ARGS)
 
 lint: setup ## Check style, formatting and types
 	@$(BIN)/ruff check .
@@ -28,5 +31,5 @@ lock: setup ## Write requirements.lock again from pyproject.toml (ARGS=--upgrade
 	@sh scripts/lock.sh $(ARGS)
 
 clean: ## Remove .venv and caches; data/ and runs/ stay
-	@rm -rf .venv .venv.busy build *.egg-info .pytest_cache .ruff_cache
+	@rm -rf .venv .venv-te .venv.busy build *.egg-info .pytest_cache .ruff_cache
 	@find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +

@@ -225,7 +225,7 @@ def test_an_unknown_key_is_named_with_the_nearest(write: Write, text: str, expec
         ("optim: {lr: [1]}", "expected a number, got a list"),
         ("run_dir: 3", 'write "3" in quotes'),
         ("precision: fp16", "choose one of: fp32, bf16, fp8"),
-        ("optim: {decay: skip-1d}", "did you mean skip_1d?"),
+        ("optim: {schedule: cosin}", "did you mean cosine?"),
         ("model: 3", "expected a section with keys (family, num_layers"),
         ("model:", "got null"),
         ("data: {train: data/x}", "data.train: expected a list"),

@@ -49,7 +49,7 @@ def dry_runs(cases: list[tuple[str, list[str], int | None]]) -> list[dict[str, A
             answers.append(str(error))
             continue
         record = as_record(result)
-        record["values"] = sum(math.prod(row.shape) for row in result.decay)
+        record["values"] = sum(math.prod(row.shape) for row in result.rules.values())
         answers.append({**record, "output": output.getvalue(), "errors": errors.getvalue()})
     return answers
 
@@ -179,6 +179,8 @@ def held_bytes(path: str, overrides: list[str]) -> dict[str, int]:
     from megatron_wd.backend.world import start_world
     from megatron_wd.models.build import build_model, distribute_model
     from megatron_wd.optim.build import build_optimizer
+    from megatron_wd.optim.matrices import gather_shapes
+    from megatron_wd.optim.rules import resolve_rules
     from megatron_wd.train.step import prepare_schedules
 
     config = load_config(path, overrides)
@@ -186,7 +188,9 @@ def held_bytes(path: str, overrides: list[str]) -> dict[str, int]:
     built = build_model(config)
     activations = activation_bytes(built[0], config) if len(built) == 1 else 0
     model = distribute_model(built, config)
-    optimizer = build_optimizer(model, config)
+    rated = build_optimizer(model, config, resolve_rules(gather_shapes(model), config.optim))
+    rated.set_rates(1)
+    optimizer = rated.megatron
     prepare_schedules(model, optimizer)
     with cpu.cuda_requests_on_cpu():
         optimizer.prepare_grads()

@@ -41,7 +41,9 @@ def gradients(path: str, overrides: list[str]) -> tuple[dict[str, Any], dict[str
     from megatron_wd.models.build import build_model, distribute_model
     from megatron_wd.models.init import full_tensor, tensor_parallel_part
     from megatron_wd.models.names import named_parameters
-    from megatron_wd.optim.build import build_optimizer, set_rates
+    from megatron_wd.optim.build import build_optimizer
+    from megatron_wd.optim.matrices import gather_shapes
+    from megatron_wd.optim.rules import resolve_rules
     from megatron_wd.train.batches import train_batches
     from megatron_wd.train.step import forward_backward, prepare_schedules, update
 
@@ -57,14 +59,14 @@ def gradients(path: str, overrides: list[str]) -> tuple[dict[str, Any], dict[str
                 whole = 0.3 * full_tensor(name, shape, 7, 1.0)
                 param += whole if shared else tensor_parallel_part(whole, param, rank, size)
     model = distribute_model(chunks, config)
-    optimizer = build_optimizer(model, config)
-    prepare_schedules(model, optimizer)
+    optimizer = build_optimizer(model, config, resolve_rules(gather_shapes(model), config.optim))
+    prepare_schedules(model, optimizer.megatron)
     stream = SampleStream(config.data.train, config.train.sequence_tokens, config.seed)
 
     def backward(step: int) -> None:
         seed_step(config.seed, step + 1)
         batches = list(train_batches(stream, world, 8 * step, 8, 2))
-        forward_backward(model, optimizer, batches, config)
+        forward_backward(model, optimizer.megatron, batches, config)
 
     backward(0)
     whole_gradients = {}
@@ -80,8 +82,8 @@ def gradients(path: str, overrides: list[str]) -> tuple[dict[str, Any], dict[str
     for step in range(config.steps):
         if step > 0:
             backward(step)
-        set_rates(optimizer, config.optim.lr, config.optim.weight_decay)
-        update(model, optimizer, config, world)
+        optimizer.set_rates(step + 1)
+        update(model, optimizer.megatron, config, world)
     replicated = {
         name: param.detach().numpy().tobytes()
         for name, param in named_parameters(model)

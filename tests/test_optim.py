@@ -3,13 +3,17 @@
 import math
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from ranks import run_ranks
+from test_families import FAMILIES
 
-from megatron_wd.config import Config, load_config
-from megatron_wd.optim.schedule import learning_rate
+from megatron_wd.config import Config, UserError, load_config
+from megatron_wd.optim.build import rates_at
+from megatron_wd.optim.rules import ParameterRule, resolve_rules
+from megatron_wd.optim.schedule import decay_factor, learning_rate
 
 
 def schedule(tiny: Path, *overrides: str) -> list[float]:
@@ -35,53 +39,177 @@ def test_constant_stays(tiny: Path) -> None:
     assert schedule(tiny, "optim.schedule=constant")[5:] == [1.0] * 15
 
 
+RULES = {
+    "all": ["optim.decay=all"],
+    "matrices_only": ["optim.decay=matrices_only"],
+    "no_embeddings": ["optim.decay=no_embeddings"],
+    "custom": [
+        "optim.decay=null",
+        "optim.decay_rules=[{match: '*norm*', multiplier: 0.0, lr_multiplier: 2.0}, "
+        "{match: decoder.layers.*.linear_qkv.weight, ndim: 2, weight_decay: 0.25}, "
+        "{match: '*', multiplier: 2.0}]",
+    ],
+}
+
+
+def wanted_decay(rules: str, name: str) -> tuple[float, float]:
+    """(weight decay, multiplier of the rate), worked out apart from the product."""
+    if rules == "custom":
+        if "norm" in name:
+            return 0.0, 2.0
+        return (0.25 if name.endswith("linear_qkv.weight") else 1.0), 1.0
+    exempt = {
+        "all": False,
+        "matrices_only": "norm" in name or name.endswith("bias"),
+        "no_embeddings": name.startswith("embedding."),
+    }[rules]
+    return (0.0 if exempt else 0.5), 1.0
+
+
 @pytest.mark.distributed
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("decay", ["all", "skip_1d", "skip_embeddings"])
-def test_one_step_without_gradient_decays_exactly_what_the_table_says(
-    decay: str, precision: str, tiny: Path
+@pytest.mark.parametrize(
+    "family, rules, layout",
+    [
+        ("llama2", "all", ["parallel.tensor=2", "precision=bf16"]),
+        ("llama2", "matrices_only", ["parallel.pipeline=2"]),
+        ("llama2", "custom", ["parallel.tensor=2", "parallel.distributed_optimizer=false"]),
+        ("olmo2", "no_embeddings", ["parallel.distributed_optimizer=true"]),
+        ("olmo2", "custom", ["parallel.pipeline=2"]),
+        ("gpt2", "no_embeddings", ["parallel.tensor=2"]),
+        ("gpt2", "matrices_only", ["precision=bf16", "parallel.distributed_optimizer=false"]),
+        ("gpt2", "custom", ["parallel.pipeline=2", "precision=bf16"]),
+    ],
+)
+def test_steps_without_gradient_decay_exactly_what_the_table_says(
+    family: str, rules: str, layout: list[str], tiny: Path
 ) -> None:
-    options = [f"optim.decay={decay}", f"precision={precision}", "optim.weight_decay=0.5"]
-    for rank in run_ranks(2, _step_without_gradient, str(tiny), [*options, "parallel.tensor=2"]):
-        assert len(rank) == 4 * 6 + 3
-        for name, (before, after, listed) in rank.items():
-            exempt = {
-                "all": False,
-                "skip_1d": "norm" in name,
-                "skip_embeddings": name == "embedding.word_embeddings.weight",
-            }[decay]
-            assert listed == (0.0 if exempt else 0.5), name
-            expected = before if exempt else before * (1.0 - 0.003 * 0.5)
-            assert torch.equal(after, expected), name
+    options = [*FAMILIES[family], *RULES[rules], *layout, "optim.weight_decay=0.5"]
+    schedule = ["optim.decay_schedule={shape: linear, start: 1.0, end: 3.0}", "train.steps=20"]
+    run_dir = tiny.parent / f"decay {family} {rules}"
+    arguments = [*options, *schedule, f"run_dir={run_dir}"]
+    ranks = run_ranks(2, steps_without_gradient, str(tiny), arguments)
+    names = set()
+    for steps in ranks:
+        assert len(steps) == 3  # the first, the second, and the first after a resume
+        for step, (lr, rows) in steps.items():
+            for name, before, after, listed in rows:
+                decay, multiplier = wanted_decay(rules, name)
+                assert listed == (decay, multiplier), name
+                factor = 1.0 + 2.0 * (step - 1) / 19
+                expected = before * (1.0 - lr * multiplier * decay * factor)
+                if decay == 0.0:
+                    assert torch.equal(after, before), f"{name} at step {step}"
+                else:
+                    torch.testing.assert_close(after, expected, rtol=1e-7, atol=0, msg=name)
+                    assert not torch.equal(after, before), f"{name} at step {step}"
+                names.add(name)
+    table = (run_dir / "weight_decay.tsv").read_text().splitlines()[1:]
+    assert names == {line.split("\t")[0] for line in table}
 
 
-def _step_without_gradient(config_path: str, overrides: list[str]) -> dict:
+def steps_without_gradient(config_path: str, overrides: list[str]) -> dict:
+    """Two steps with zero gradients, a save, and a third one in a run that has resumed."""
     from megatron_wd.backend import cpu
     from megatron_wd.backend.world import start_world
-    from megatron_wd.models.build import build_model, distribute_model
-    from megatron_wd.models.names import named_parameters
-    from megatron_wd.optim.build import build_optimizer, set_rates
-    from megatron_wd.optim.decay import decay_table
+    from megatron_wd.optim.matrices import master_weights
+    from megatron_wd.optim.schedule import learning_rate
+    from megatron_wd.train.setup import set_up
 
     config: Config = load_config(config_path, overrides)
-    start_world(config.parallel)
-    model = distribute_model(build_model(config), config)
-    optimizer = build_optimizer(model, config)
-    table = {row.name: row.weight_decay for row in decay_table(model, config)}
+    world = start_world(config.parallel)
+    found = {}
 
-    def masters() -> dict[str, torch.Tensor]:
-        """fp32 weights that the optimizer updates (with one data-parallel rank, all of them)."""
-        return {
-            name: getattr(p, "main_param", p).detach().clone().flatten()
-            for name, p in named_parameters(model)
-        }
+    def step(run: Any, number: int) -> None:
+        masters = list(master_weights(run.model, run.optimizer.megatron))
+        before = [master.weight.detach().clone() for master in masters]
+        for chunk in run.model:
+            chunk.zero_grad_buffer()
+        run.optimizer.set_rates(number)
+        with cpu.cuda_requests_on_cpu():
+            run.optimizer.megatron.prepare_grads()
+            run.optimizer.megatron.step_with_ready_grads()
+        rules = [run.optimizer.rules[master.parameter] for master in masters]
+        rows = [
+            (m.parameter, b, m.weight.detach().clone(), (rule.weight_decay, rule.lr_multiplier))
+            for m, b, rule in zip(masters, before, rules, strict=True)
+        ]
+        found[number] = (learning_rate(number, config), rows)
+        run.progress.step = number
 
-    before = masters()
-    for chunk in model:
-        chunk.zero_grad_buffer()  # type: ignore[operator]
-    with cpu.cuda_requests_on_cpu():
-        optimizer.prepare_grads()
-        set_rates(optimizer, 0.003, config.optim.weight_decay)
-        optimizer.step_with_ready_grads()
-    after = masters()
-    return {name: (before[name], after[name], table[name]) for name in before}
+    run = set_up(config, world)
+    for master in master_weights(run.model, run.optimizer.megatron):
+        master.weight.detach().add_(0.1)  # biases are zero else, and show no decay
+    step(run, 1)
+    step(run, 2)
+    run.checkpointer.save(run.progress)
+    close(run)
+    run = set_up(config, world)
+    assert run.progress.step == 2
+    step(run, 3)
+    return found
+
+
+def close(run: Any) -> None:
+    if run.metrics is not None:
+        run.metrics.close()
+    for lock in run.lock:
+        lock.close()
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("mode, wanted", [("coupled", 0.006), ("independent", 0.02)])
+def test_independent_decay_does_not_follow_the_rate(mode: str, wanted: float, tiny: Path) -> None:
+    rule = ParameterRule("w", (1,), "all", 0.02, 1.0, "adamw")
+    options = [f"optim.decay_mode={mode}", "optim.lr=0.3", "optim.schedule=constant"]
+    rates = rates_at(20, rule, load_config(tiny, options))
+    assert rates.lr * rates.weight_decay + rates.independent_decay == pytest.approx(wanted)
+    assert rates_at(1, rule, load_config(tiny, options)).independent_decay == (
+        0.02 if mode == "independent" else 0.0
+    )
+
+
+def test_decay_schedules_go_up_and_down(tiny: Path) -> None:
+    def factors(schedule: str) -> list[float]:
+        config = load_config(tiny, ["train.steps=5", "optim.warmup_steps=0", schedule])
+        return [decay_factor(step, config) for step in range(1, 6)]
+
+    assert factors("optim.decay_schedule.shape=constant") == [1.0] * 5
+    up = factors("optim.decay_schedule={shape: linear, start: 0.0, end: 2.0}")
+    assert up == pytest.approx([0.0, 0.5, 1.0, 1.5, 2.0])
+    down = factors("optim.decay_schedule={shape: cosine, start: 2.0, end: 0.0}")
+    assert down == pytest.approx([2.0, 1.0 + math.sqrt(0.5), 1.0, 1.0 - math.sqrt(0.5), 0.0])
+    points = "points: [{tokens: 256, factor: 1.0}, {tokens: 768, factor: 3.0}]"
+    pieces = factors(f"optim.decay_schedule={{shape: piecewise, {points}}}")
+    assert pieces == pytest.approx([1.0, 2.0, 3.0, 3.0, 3.0])
+
+
+SHAPES = {
+    "embedding.word_embeddings.weight": (8, 4),
+    "decoder.layers.0.self_attention.linear_qkv.weight": (12, 4),
+    "decoder.layers.0.self_attention.linear_qkv.layer_norm_weight": (4,),
+    "decoder.final_norm.weight": (4,),
+}
+
+
+@pytest.mark.parametrize(
+    "rules, message",
+    [
+        ("[{match: decoder.layers.*.linear_qkw.weight}]", "near it are decoder.layers.0"),
+        ("[{match: '*norm*', ndim: 2}]", r"has \[1\] dimensions, not 2"),
+        ("[{match: '*'}, {match: '*norm*'}]", "decided by the earlier rule '\\*'"),
+        ("[{match: '*qkv*', weight_decay: 0.1}]", "keeps the norm of that matrix fixed"),
+    ],
+)
+def test_wrong_rules_say_what_to_do(rules: str, message: str, tiny: Path) -> None:
+    adamh = ["optim.optimizer=adamh", "optim.matrix_lr=1e-2"]
+    config = load_config(tiny, [f"optim.decay_rules={rules}", *adamh])
+    with pytest.raises(UserError, match=message):
+        resolve_rules(SHAPES, config.optim)
+
+
+def test_a_parameter_that_no_rule_meets_is_named(tiny: Path) -> None:
+    config = load_config(tiny, ["optim.decay=null", "optim.decay_rules=[{match: '*norm*'}]"])
+    with pytest.raises(
+        UserError, match=r"meets decoder.layers.0.self_attention.linear_qkv.weight, embedding"
+    ):
+        resolve_rules(SHAPES, config.optim)

@@ -146,7 +146,7 @@ def test_runs_of_the_weight_decay_study(
         assert config.train.z_loss == 0.0
     else:
         assert (config.model.init, config.model.init_std) == ("truncated_normal", 0.02)
-        assert (optim.decay, config.train.z_loss) == ("skip_embeddings", 1e-5)
+        assert (optim.decay, config.train.z_loss) == ("no_embeddings", 1e-5)
         assert config.warmup_steps * config.train.step_tokens == 8_388_608_000
         assert optim.schedule == ("wsd" if name.endswith("140x") else "cosine")
 

@@ -3,11 +3,13 @@
 from megatron_wd.config.errors import UserError
 from megatron_wd.config.load import diff_from_defaults, load_config, load_structured, resolved_yaml
 from megatron_wd.config.schema import (
+    DECAY_PRESETS,
     VOCAB_MULTIPLE,
     CheckpointConfig,
     Config,
     CorpusConfig,
     DataConfig,
+    DecayRuleConfig,
     EvaluateConfig,
     LogConfig,
     ModelConfig,
@@ -19,11 +21,13 @@ from megatron_wd.config.schema import (
 from megatron_wd.config.validate import validate, validate_world
 
 __all__ = [
+    "DECAY_PRESETS",
     "VOCAB_MULTIPLE",
     "CheckpointConfig",
     "Config",
     "CorpusConfig",
     "DataConfig",
+    "DecayRuleConfig",
     "EvaluateConfig",
     "LogConfig",
     "ModelConfig",

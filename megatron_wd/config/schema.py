@@ -119,35 +119,119 @@ class DataConfig:
 
 
 @dataclass
-class OptimConfig:
-    """AdamW and its schedule. The decay of a step is lr(step) * weight_decay.
+class DecayRuleConfig:
+    """One rule of `optim.decay_rules`; the first rule that meets a parameter decides it.
 
     Attributes:
+        match: Pattern that the parameter's whole global name must fit; `*` stands for anything.
+        ndim: Dimensions that it must have; null for any number.
+        weight_decay: Its coefficient, whatever `optim.weight_decay` is. Set this or `multiplier`.
+        multiplier: Of `optim.weight_decay`; null for 1, unless weight_decay is set.
+        lr_multiplier: Of the learning rate.
+    """
+
+    match: str = MISSING
+    ndim: int | None = None
+    weight_decay: float | None = None
+    multiplier: float | None = None
+    lr_multiplier: float = 1.0
+
+
+@dataclass
+class DecayPointConfig:
+    """A corner of a piecewise decay schedule.
+
+    Attributes:
+        tokens: Tokens trained on.
+        factor: Of every weight decay, when that many tokens have been trained on.
+    """
+
+    tokens: int = MISSING
+    factor: float = MISSING
+
+
+@dataclass
+class DecayScheduleConfig:
+    """How the weight decay changes during the run: a factor of every coefficient, up or down.
+
+    Attributes:
+        shape: "constant" (1), "linear" or "cosine" from `start` at the first step to `end` at the
+            last one, or "piecewise": straight lines between `points`, level before the first and
+            behind the last.
+        start: Factor at the first step.
+        end: Factor at the last step.
+        points: Corners of "piecewise", in order.
+    """
+
+    shape: Literal["constant", "linear", "cosine", "piecewise"] = "constant"
+    start: float = 1.0
+    end: float = 1.0
+    points: list[DecayPointConfig] = field(default_factory=list)
+
+
+# Named rules for `optim.decay`, as what follows the rules of the config.
+DECAY_PRESETS: dict[str, tuple[DecayRuleConfig, ...]] = {
+    # The weight-decay study's Llama code (arXiv 2602.11137): one group with everything in it.
+    "all": (DecayRuleConfig(match="*"),),
+    # OLMo-2: all but the embedding tables (and so the output layer where it is tied).
+    "no_embeddings": (
+        DecayRuleConfig(match="embedding.*", multiplier=0.0),
+        DecayRuleConfig(match="*"),
+    ),
+    # Megatron: no norms and no biases; embeddings and output layer are matrices.
+    "matrices_only": (
+        DecayRuleConfig(match="*", ndim=1, multiplier=0.0),
+        DecayRuleConfig(match="*"),
+    ),
+}
+
+
+@dataclass
+class OptimConfig:
+    """The optimizer, its rates and its decay.
+
+    Attributes:
+        optimizer: "adamw"; "adamh": Adam whose attention and MLP matrices keep their norms
+            (Hyperball), with `matrix_lr` for those; "muon": orthogonalised steps of `matrix_lr` for
+            them. Both use AdamW for the rest.
         lr: Peak learning rate.
         min_lr: Learning rate at the end of the schedule; null for a tenth of lr.
+        matrix_lr: Peak rate of the attention and MLP matrices under "adamh" (there it is the
+            effective rate: the length of a step relative to the matrix) and "muon"; it follows the
+            same schedule as lr. Null for "adamw".
         weight_decay: Coefficient lambda of decoupled weight decay.
-        decay: Which parameters decay: "all"; "skip_1d" (all but norms and biases);
-            "skip_embeddings" (all but the embedding table, and so the output layer where it is
-            tied).
+        decay: What decays, when no rule of `decay_rules` says: "all"; "no_embeddings" (all but the
+            embedding tables, and so the output layer where it is tied); "matrices_only" (all but
+            norms and biases); null where the rules say everything.
+        decay_rules: Rules that come before those of `decay`.
+        decay_mode: "coupled": a step takes lr(step) * weight_decay of a weight (AdamW);
+            "independent": it takes weight_decay of it, whatever the learning rate is.
+        decay_schedule: How the weight decay changes during the run.
         beta1: Decay of the running mean of gradients, per step.
         beta2: Decay of the running mean of squared gradients, per step.
         eps: Added to the denominator of the update.
         clip_grad_norm: Largest global L2 norm of the gradient; 0 turns clipping off.
-        schedule: "cosine", "wsd" (warmup, stable, linear decay) or "constant", after the warmup.
+        schedule: "cosine", "linear", "wsd" (warmup, stable, linear decay) or "constant", after the
+            warmup.
         warmup_steps: Steps of linear warmup; null for none, unless warmup_fraction is set.
         warmup_fraction: The same as a fraction of all steps; only one of the two may be set.
         wsd_decay_fraction: Last fraction of all steps, in which "wsd" decays to min_lr.
     """
 
+    optimizer: Literal["adamw", "adamh", "muon"] = "adamw"
     lr: float = MISSING
     min_lr: float | None = None
+    matrix_lr: float | None = None
     weight_decay: float = 0.1
-    decay: Literal["all", "skip_1d", "skip_embeddings"] = "all"
+    decay: str | None = "all"
+    decay_rules: list[DecayRuleConfig] = field(default_factory=list)
+    decay_mode: Literal["coupled", "independent"] = "coupled"
+    decay_schedule: DecayScheduleConfig = field(default_factory=DecayScheduleConfig)
     beta1: float = 0.9
     beta2: float = 0.95
     eps: float = 1e-8
     clip_grad_norm: float = 1.0
-    schedule: Literal["cosine", "wsd", "constant"] = "cosine"
+    schedule: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
     warmup_steps: int | None = None
     warmup_fraction: float | None = None
     wsd_decay_fraction: float = 0.2
@@ -241,10 +325,13 @@ class EvaluateConfig:
     Attributes:
         every_steps: Steps between two evaluations; null for only at the end.
         samples: Samples of data.valid, the same ones at every evaluation.
+        seen_samples: Training samples of the run's first steps that are evaluated beside them, for the
+            train-validation gap; 0 for none. As many as `samples` make the two comparable.
     """
 
     every_steps: int | None = None
     samples: int = 64
+    seen_samples: int = 0
 
 
 @dataclass
@@ -253,12 +340,15 @@ class LogConfig:
 
     Attributes:
         every_steps: Steps between two rows of metrics.jsonl.
+        matrices_every_steps: Steps between two measurements of every matrix (norms, effective learning
+            rate, equilibrium); null for never.
         tensorboard: Whether the same numbers are written for TensorBoard.
         peak_tflops: Peak of one device in TFLOP/s, for `mfu`; null for the known value of the GPU,
             or a measured one on the CPU.
     """
 
     every_steps: int = 10
+    matrices_every_steps: int | None = 10
     tensorboard: bool = True
     peak_tflops: float | None = None
 

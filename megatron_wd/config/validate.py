@@ -11,7 +11,13 @@ from collections.abc import Iterator
 
 from megatron_wd.config.errors import UserError
 from megatron_wd.config.families import FAMILIES
-from megatron_wd.config.schema import Config, CorpusConfig, ModelConfig
+from megatron_wd.config.schema import (
+    DECAY_PRESETS,
+    Config,
+    CorpusConfig,
+    ModelConfig,
+    OptimConfig,
+)
 
 FP8_MULTIPLE = 16  # Transformer Engine's fp8 matrix products need it of every dimension
 
@@ -30,7 +36,16 @@ def validate(config: Config) -> None:
             # The others divide by these numbers: only once they are known to be sensible.
         ]
     )
-    _raise_all([*_layout(config), *_length(config), *_schedule(config), *_fp8(config)])
+    _raise_all(
+        [
+            *_layout(config),
+            *_length(config),
+            *_schedule(config),
+            *_decay(config),
+            *_optimizer(config.optim),
+            *_fp8(config),
+        ]
+    )
 
 
 def validate_world(config: Config, world_size: int) -> None:
@@ -102,12 +117,14 @@ def _ranges(config: Config) -> Iterator[str]:
         "evaluate.every_steps": config.evaluate.every_steps,
         "evaluate.samples": config.evaluate.samples,
         "log.every_steps": log.every_steps,
+        "log.matrices_every_steps": log.matrices_every_steps,
     }
     above_zero = {
         "model.norm_eps": model.norm_eps,
         "model.rope_theta": model.rope_theta,
         "model.init_std": model.init_std,
         "optim.lr": optim.lr,
+        "optim.matrix_lr": optim.matrix_lr,
         "optim.eps": optim.eps,
         "log.peak_tflops": log.peak_tflops,
     }
@@ -117,6 +134,9 @@ def _ranges(config: Config) -> Iterator[str]:
         "optim.weight_decay": optim.weight_decay,
         "optim.clip_grad_norm": optim.clip_grad_norm,
         "optim.warmup_steps": optim.warmup_steps,
+        "optim.decay_schedule.start": optim.decay_schedule.start,
+        "optim.decay_schedule.end": optim.decay_schedule.end,
+        "evaluate.seen_samples": config.evaluate.seen_samples,
         "train.z_loss": train.z_loss,
     }
     below_one = {
@@ -300,6 +320,72 @@ def _schedule(config: Config) -> Iterator[str]:
         )
     else:
         yield f"{warmup} is longer than the run of {config.steps} steps; shorten it or train longer"
+
+
+def _decay(config: Config) -> Iterator[str]:
+    optim, schedule = config.optim, config.optim.decay_schedule
+    if optim.decay is not None and optim.decay not in DECAY_PRESETS:
+        near = difflib.get_close_matches(optim.decay, DECAY_PRESETS, n=1)
+        meant = f" (did you mean {near[0]}?)" if near else ""
+        yield (
+            f"optim.decay is {optim.decay}{meant}; known are {', '.join(DECAY_PRESETS)}, and null where "
+            "optim.decay_rules says everything"
+        )
+    if optim.decay is None and not optim.decay_rules:
+        yield "optim.decay is null and optim.decay_rules is empty; name a preset or list rules"
+    for index, rule in enumerate(optim.decay_rules):
+        place = f"optim.decay_rules.{index} ({rule.match!r})"
+        if rule.weight_decay is not None and rule.multiplier is not None:
+            yield f"{place} sets weight_decay and multiplier; keep one of the two"
+        for name in ("weight_decay", "multiplier", "lr_multiplier"):
+            value = getattr(rule, name)
+            if value is not None and value < 0:
+                yield f"{place}: {name} is {value}; it must be at least 0"
+        if rule.ndim is not None and rule.ndim < 1:
+            yield f"{place}: ndim is {rule.ndim}; it must be at least 1"
+    largest = max(
+        [optim.weight_decay, *(rule.weight_decay or 0.0 for rule in optim.decay_rules)]
+        + [optim.weight_decay * (rule.multiplier or 0.0) for rule in optim.decay_rules]
+    )
+    rate = optim.lr if optim.decay_mode == "coupled" else 1.0
+    factor = max([1.0, schedule.start, schedule.end, *(p.factor for p in schedule.points)])
+    if rate * largest * factor >= 1.0:
+        product = (
+            "optim.lr x the largest weight decay" if rate != 1.0 else "the largest weight decay"
+        )
+        yield (
+            f"{product} is {rate * largest * factor:g}: a step would take away the whole weight; it must be "
+            f"below 1 (optim.decay_mode is {optim.decay_mode})"
+        )
+    points = schedule.points
+    if (schedule.shape == "piecewise") != bool(points):
+        yield (
+            f"optim.decay_schedule.shape is {schedule.shape}, but there are {len(points)} points; "
+            "piecewise needs points, the other shapes have none"
+        )
+    if schedule.shape in ("constant", "piecewise") and (schedule.start, schedule.end) != (1.0, 1.0):
+        yield (
+            f"optim.decay_schedule.start and end are {schedule.start} and {schedule.end}, but shape "
+            f"{schedule.shape} has neither; choose linear or cosine, or leave them out"
+        )
+    tokens = [point.tokens for point in points]
+    if tokens != sorted(set(tokens)) or any(t < 0 for t in tokens):
+        yield f"optim.decay_schedule.points are at tokens {tokens}; they must rise from at least 0"
+    if any(point.factor < 0 for point in points):
+        yield "optim.decay_schedule.points has a factor below 0; decay cannot be negative"
+
+
+def _optimizer(optim: OptimConfig) -> Iterator[str]:
+    if optim.optimizer == "adamw" and optim.matrix_lr is not None:
+        yield (
+            f"optim.matrix_lr is {optim.matrix_lr}, but optim.optimizer is adamw, which has one rate; "
+            "set optim.matrix_lr=null, or choose adamh or muon"
+        )
+    if optim.optimizer != "adamw" and optim.matrix_lr is None:
+        yield (
+            f"optim.optimizer is {optim.optimizer}, but optim.matrix_lr is not set: the rate of the "
+            "attention and MLP matrices (for adamh about sqrt(lr * weight_decay) of a good AdamW run)"
+        )
 
 
 def _fp8(config: Config) -> Iterator[str]:

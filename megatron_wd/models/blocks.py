@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+import torch.nn.functional as F
 from megatron.core.extensions.transformer_engine import (
     TEColumnParallelLinear,
     TEDotProductAttention,
@@ -35,7 +36,6 @@ from megatron_wd.models.layers import (
     NormedStack,
     SwiGluMLP,
     gelu,
-    silu,
     with_output_norm,
     with_query_key_norms,
 )
@@ -49,7 +49,7 @@ def transformer_options(facts: Family) -> dict[str, Any]:
     return {
         "normalization": "RMSNorm" if facts.norm == "rms" else "LayerNorm",
         "gated_linear_unit": facts.gated_mlp,
-        "activation_func": silu if facts.gated_mlp else gelu,
+        "activation_func": F.silu if facts.gated_mlp else gelu,
         "add_bias_linear": facts.biases,
     }
 

@@ -129,11 +129,6 @@ def with_output_norm(linear: type[nn.Module], norm: type[nn.Module]) -> type[nn.
     return NormedOutput
 
 
-def silu(x: Tensor) -> Tensor:
-    """x * sigmoid(x)."""
-    return F.silu(x)
-
-
 def gelu(x: Tensor) -> Tensor:
     """The GELU of GPT-2: its approximation by tanh."""
     return F.gelu(x, approximate="tanh")

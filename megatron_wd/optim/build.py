@@ -1,6 +1,10 @@
-"""Building Megatron Core's optimizer around AdamW, and telling it rate and decay of every step."""
+"""Building Megatron Core's optimizer, and telling it the rates of every parameter at every step."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 import megatron.core.optimizer as megatron_optimizer
 import torch
@@ -10,71 +14,146 @@ from megatron.core.optimizer import (
     distrib_optimizer,
     get_megatron_optimizer,
 )
-from megatron.core.optimizer.optimizer_config import ParamKey, ParamWithNamePredicate
-from torch import nn
+from torch import Tensor, nn
 
 from megatron_wd.backend import cpu
-from megatron_wd.config import Config
-from megatron_wd.models.names import named_parameters
+from megatron_wd.config import Config, UserError
+from megatron_wd.optim.adamh import Hyperball
 from megatron_wd.optim.adamw import FusedAdamW
-from megatron_wd.optim.decay import decays
+from megatron_wd.optim.matrices import Matrix, list_matrices, master_weights
+from megatron_wd.optim.rates import PerParameterRates, Rates
+from megatron_wd.optim.rules import ParameterRule
+from megatron_wd.optim.schedule import decay_factor, learning_rate
 
 
-def build_optimizer(model: list[nn.Module], config: Config) -> MegatronOptimizer:
-    """Builds the optimizer of this rank's chunks (already wrapped for data parallelism).
+@dataclass
+class RatedOptimizer:
+    """Megatron's optimizer, and what each parameter's rate and decay are.
 
-    With Transformer Engine or Apex it runs their fused Adam, elsewhere torch's fused kernel. Decaying
-    and other parameters form two groups, told apart by Megatron's `wd_mult` (1 or 0).
+    Attributes:
+        megatron: the optimizer; its gradients, clipping and checkpoints are Megatron's.
+        config: the run.
+        rules: what was decided for each parameter of the whole model.
+        matrices: all matrices of the model.
+        hyperball: AdamH's matrices; None under other optimizers.
     """
-    half = config.precision in ("bf16", "fp8")
+
+    megatron: MegatronOptimizer
+    config: Config
+    rules: Mapping[str, ParameterRule]
+    matrices: list[Matrix]
+    hyperball: Hyperball | None = None
+    _rule_of: dict[int, ParameterRule] = field(default_factory=dict)
+    _adams: list[PerParameterRates] = field(default_factory=list)
+
+    def set_rates(self, step: int) -> None:
+        """Sets what the update of a step does to every parameter.
+
+        Args:
+            step: from 1. Nothing is remembered, so a resumed run computes the same.
+        """
+        rates = {key: rates_at(step, rule, self.config) for key, rule in self._rule_of.items()}
+        for adam in self._adams:
+            adam.rates_of = lambda weight: rates[id(weight)]
+
+    def rule_of(self, weight: Tensor) -> ParameterRule:
+        """What was decided for a master weight of this rank."""
+        return self._rule_of[id(weight)]
+
+
+def rates_at(step: int, rule: ParameterRule, config: Config) -> Rates:
+    """Rate and decay of a parameter at a step."""
     optim = config.optim
-    exempt = {
-        id(param)
-        for name, param in named_parameters(model)
-        if not decays(name, param.dim(), optim.decay)
-    }
-    no_decay = ParamWithNamePredicate(name="no_decay", fn=lambda param, name: id(param) in exempt)
-    _use_fused_adamw()
+    lr = learning_rate(step, config) * rule.lr_multiplier
+    decay = rule.weight_decay * decay_factor(step, config)
+    is_hyperball = rule.optimizer == "adamh"
+    if is_hyperball:
+        assert optim.matrix_lr is not None, "validate() asks for it"
+        lr *= optim.matrix_lr / optim.lr
+    if optim.decay_mode == "independent":
+        return Rates(lr, 0.0, decay, is_hyperball)
+    return Rates(lr, decay, 0.0, is_hyperball)
+
+
+def build_optimizer(
+    model: list[nn.Module], config: Config, rules: Mapping[str, ParameterRule]
+) -> RatedOptimizer:
+    """Builds the optimizer of this rank's chunks (already wrapped for data parallelism). Collective.
+
+    With Transformer Engine or Apex it runs their fused Adam, elsewhere torch's fused kernel.
+
+    Args:
+        model: the chunks.
+        config: the run.
+        rules: from `resolve_rules`, for the whole model.
+
+    Raises:
+        UserError: AdamH would keep a matrix at a norm of zero.
+    """
+    _use_rated_adam()
     with cpu.cuda_requests_on_cpu():
-        return get_megatron_optimizer(
-            OptimizerConfig(
-                optimizer="adam",
-                lr=optim.lr,
-                min_lr=optim.final_lr,
-                weight_decay=optim.weight_decay,
-                adam_beta1=optim.beta1,
-                adam_beta2=optim.beta2,
-                adam_eps=optim.eps,
-                clip_grad=optim.clip_grad_norm,
-                bf16=half,
-                params_dtype=torch.bfloat16 if half else torch.float32,
-                use_distributed_optimizer=config.parallel.distributed_optimizer,
-            ),
+        megatron = get_megatron_optimizer(
+            _megatron_config(config),
             model,  # type: ignore[arg-type]
-            config_overrides={ParamKey(with_name_predicate=no_decay): {"wd_mult": 0.0}},
+            config_overrides={},
+        )
+    shapes = {rule.name: rule.shape for rule in rules.values()}
+    matrices = list_matrices(shapes, config.model)
+    optimizer = RatedOptimizer(megatron, config, rules, matrices)
+    masters = list(master_weights(model, megatron))
+    optimizer._rule_of = {id(master.weight): rules[master.parameter] for master in masters}
+    inner: list[Any] = getattr(megatron, "chained_optimizers", [megatron])
+    optimizer._adams = [one.optimizer for one in inner if one.optimizer is not None]
+    if config.optim.optimizer == "adamh":
+        balls = [m for m in masters if rules[m.parameter].optimizer == "adamh"]
+        optimizer.hyperball = Hyperball(balls, matrices, config.model)
+        _check_radii(optimizer.hyperball.named_radii())
+        optimizer._adams[0].hyperball = optimizer.hyperball
+    return optimizer
+
+
+def _check_radii(radii: Mapping[str, float]) -> None:
+    empty = [name for name, radius in radii.items() if radius == 0.0]
+    if empty:
+        raise UserError(
+            f"optim.optimizer=adamh keeps the norm of every matrix, but {empty[0]} is all zeros and would "
+            "stay so. Start from weights that are not, or use optim.optimizer=adamw."
         )
 
 
-def set_rates(optimizer: MegatronOptimizer, lr: float, weight_decay: float) -> None:
-    """Writes the rate and decay that the next update uses into every group.
+def _megatron_config(config: Config) -> OptimizerConfig:
+    optim, half = config.optim, config.precision in ("bf16", "fp8")
+    return OptimizerConfig(
+        optimizer="adam",
+        lr=optim.lr,
+        min_lr=optim.final_lr,
+        weight_decay=optim.weight_decay,
+        adam_beta1=optim.beta1,
+        adam_beta2=optim.beta2,
+        adam_eps=optim.eps,
+        clip_grad=optim.clip_grad_norm,
+        bf16=half,
+        params_dtype=torch.bfloat16 if half else torch.float32,
+        use_distributed_optimizer=config.parallel.distributed_optimizer,
+    )
 
-    Megatron builds its groups with the full decay in each and leaves it to its own scheduler to apply
-    `wd_mult`, so without this call norms would decay on the first step.
-    """
-    for group in optimizer.param_groups:
-        group["lr"] = lr
-        group["weight_decay"] = weight_decay * group["wd_mult"]
 
-
-def _use_fused_adamw() -> None:
-    """Makes Megatron build `FusedAdamW` where neither Transformer Engine nor Apex is installed.
+def _use_rated_adam() -> None:
+    """Makes Megatron build an Adam with `PerParameterRates`: Transformer Engine's or Apex's where one is
+    installed, else `FusedAdamW`.
 
     For the rest of the process: the distributed optimizer asks at every save and load whether the step
     count lies in the parameter groups, as Apex keeps it, and so does `FusedAdamW`.
     """
-    if not megatron_optimizer.USING_PYTORCH_OPTIMIZER:
+    if issubclass(megatron_optimizer.Adam, PerParameterRates):
         return
+    base: type = (
+        FusedAdamW if megatron_optimizer.USING_PYTORCH_OPTIMIZER else megatron_optimizer.Adam
+    )
+    rated = type(f"Rated{base.__name__}", (PerParameterRates, base), {})
     megatron_optimizer.USING_PYTORCH_OPTIMIZER = False
-    megatron_optimizer.Adam = FusedAdamW
-    distrib_optimizer.Adam = FusedAdamW
-    distrib_optimizer.HAVE_APEX_OR_TE = distrib_optimizer.USING_APEX_OPTIMIZER = True
+    megatron_optimizer.Adam = rated
+    distrib_optimizer.Adam = rated
+    distrib_optimizer.HAVE_APEX_OR_TE = True
+    if base is FusedAdamW:
+        distrib_optimizer.USING_APEX_OPTIMIZER = True

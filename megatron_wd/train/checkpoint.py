@@ -14,14 +14,16 @@ import queue
 import re
 import shutil
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
 from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.dict_utils import extract_matching_values, nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.dist_checkpointing.serialization import load_sharded_metadata
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
-from megatron.core.optimizer import MegatronOptimizer
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 
@@ -29,6 +31,7 @@ from megatron_wd.backend import cpu
 from megatron_wd.backend.world import World, run_on_main
 from megatron_wd.config import Config, UserError, num_parameters, resolved_yaml
 from megatron_wd.models.names import unwrap
+from megatron_wd.optim.build import RatedOptimizer
 
 LATEST_FILE = "latest_checkpointed_iteration.txt"
 _PARTIAL_PREFIX = ".partial-"
@@ -46,10 +49,12 @@ class Progress:
     Attributes:
         step: updates done.
         consumed_samples: samples trained on.
+        radii: norm at which AdamH keeps each matrix; empty under other optimizers.
     """
 
     step: int = 0
     consumed_samples: int = 0
+    radii: dict[str, float] = field(default_factory=dict)
 
 
 def iteration_name(step: int) -> str:
@@ -106,7 +111,7 @@ class Checkpointer:
         self,
         config: Config,
         model: list[nn.Module],
-        optimizer: MegatronOptimizer,
+        optimizer: RatedOptimizer,
         world: World,
         save_tokenizer: Callable[[Path], None],
     ) -> None:
@@ -132,6 +137,8 @@ class Checkpointer:
         partial = self.folder / (_PARTIAL_PREFIX + target.name)
         self._on_main(lambda: self._start(partial), target)
         state = _state_dict(self.model, self.optimizer, is_loading=False)
+        if self.optimizer.hyperball is not None:
+            progress.radii = self.optimizer.hyperball.named_radii()
         state["progress"] = asdict(progress)
         try:
             with cpu.cuda_requests_on_cpu():
@@ -231,29 +238,63 @@ def _save_error(target: Path, reason: object) -> UserError:
     )
 
 
-def load_checkpoint(path: Path, model: list[nn.Module], optimizer: MegatronOptimizer) -> Progress:
+def load_checkpoint(path: Path, model: list[nn.Module], optimizer: RatedOptimizer) -> Progress:
     """Loads weights, optimizer state and progress, saved on any layout. Collective.
 
     Raises:
         UserError: the checkpoint does not hold what this run needs.
     """
-    loaded = _load(_state_dict(model, optimizer, is_loading=True), path)
+    state = without_absent_extra_states(_state_dict(model, optimizer, is_loading=True), path)
+    loaded = _load(state, path)
     for index, chunk in enumerate(model):
-        unwrap(chunk).load_state_dict(loaded[f"model{index}"])
+        load_weights(unwrap(chunk), loaded[f"model{index}"])
     with cpu.cuda_requests_on_cpu():
-        optimizer.load_state_dict(loaded["optimizer"])
-    return Progress(**loaded["progress"])
+        optimizer.megatron.load_state_dict(loaded["optimizer"])
+    progress = Progress(**loaded["progress"])
+    if optimizer.hyperball is not None and progress.radii:
+        optimizer.hyperball.set_radii(progress.radii)
+    return progress
+
+
+def without_absent_extra_states(state: dict[str, Any], path: Path) -> dict[str, Any]:
+    """What a checkpoint can give of a sharded state: Transformer Engine's layers ask for fp8 scales (their
+    extra state), which a checkpoint of other layers does not have.
+
+    Raises:
+        UserError: the checkpoint is damaged.
+    """
+
+    def is_extra(value: Any) -> bool:
+        return isinstance(value, ShardedObject) and value.key.endswith("_extra_state")
+
+    if not any(is_extra(value) for value in nested_values(state)):
+        return state
+    try:
+        present = {value.key for value in load_sharded_metadata(str(path)).values()}
+    except (Exception, CheckpointException) as error:
+        raise _load_error(path, error) from error
+    kept, _absent = extract_matching_values(
+        state, lambda value: not (is_extra(value) and value.key not in present)
+    )
+    return cast(dict[str, Any], kept)
+
+
+def load_weights(model: nn.Module, state: dict[str, Any]) -> None:
+    """Loads a chunk's weights: all of them, and of Transformer Engine's extra state what there is."""
+    result = model.load_state_dict(state, strict=False)
+    wrong = [name for name in result.missing_keys if not name.endswith("_extra_state")]
+    assert not wrong and not result.unexpected_keys, (wrong, result.unexpected_keys)
 
 
 def _state_dict(
-    model: list[nn.Module], optimizer: MegatronOptimizer, *, is_loading: bool
+    model: list[nn.Module], optimizer: RatedOptimizer, *, is_loading: bool
 ) -> dict[str, Any]:
     state: dict[str, Any] = {
         f"model{index}": unwrap(chunk).sharded_state_dict(metadata={})  # type: ignore[operator]
         for index, chunk in enumerate(model)
     }
     with cpu.cuda_requests_on_cpu():
-        state["optimizer"] = optimizer.sharded_state_dict(
+        state["optimizer"] = optimizer.megatron.sharded_state_dict(
             state, is_loading=is_loading, metadata=dict(_OPTIMIZER_FORMAT)
         )
     return state
@@ -266,8 +307,12 @@ def _load(state: dict[str, Any], path: Path) -> dict[str, Any]:
             loaded = dist_checkpointing.load(state, str(path), verify_integrity=hashed)
             return cast(dict[str, Any], loaded)
     except (Exception, CheckpointException) as error:  # torch's own is no Exception
-        raise UserError(
-            f"checkpoint {path} cannot be loaded into this run: {type(error).__name__}: "
-            f"{_root_cause(error)}. If it is damaged, write the step of an older one into "
-            f"{path.parent / LATEST_FILE}."
-        ) from error
+        raise _load_error(path, error) from error
+
+
+def _load_error(path: Path, error: BaseException) -> UserError:
+    return UserError(
+        f"checkpoint {path} cannot be loaded into this run: {type(error).__name__}: "
+        f"{_root_cause(error)}. If it is damaged, write the step of an older one into "
+        f"{path.parent / LATEST_FILE}."
+    )

@@ -21,7 +21,7 @@ from megatron_wd.config import Config, num_parameters, validate_world
 from megatron_wd.train.memory import StageMemory, pipeline_memory
 
 if TYPE_CHECKING:
-    from megatron_wd.optim.decay import DecayRow
+    from megatron_wd.optim.rules import ParameterRule
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class DryRun:
         config: the run.
         ranks: how many were pretended.
         stages: one rank of each pipeline stage.
-        decay: table of the whole model.
+        rules: what was decided for each parameter of the whole model.
         tokens_in_data: of the training corpora; None where any of the data is not on this machine.
         warnings: what could not be checked here.
     """
@@ -40,7 +40,7 @@ class DryRun:
     config: Config
     ranks: int
     stages: list[StageMemory]
-    decay: list[DecayRow]
+    rules: dict[str, ParameterRule]
     tokens_in_data: int | None
     warnings: list[str]
 
@@ -71,7 +71,7 @@ def run(config: Config, ranks: int | None = None, *, as_json: bool = False) -> i
     from megatron_wd.train.startup import summary
 
     who = f"{result.ranks} pretended rank{'s' if result.ranks > 1 else ''}"
-    print(summary(config, result.ranks, who, result.decay, result.tokens_in_data, None))
+    print(summary(config, result.ranks, who, result.rules, result.tokens_in_data, None))
     print("\n" + table(result))
     sys.stdout.flush()
     for warning in result.warnings:
@@ -108,7 +108,7 @@ def dry_run(config: Config, ranks: int) -> DryRun:
         config=config,
         ranks=ranks,
         stages=stages,
-        decay=_build_stages(config, ranks, stages),
+        rules=_build_stages(config, ranks, stages),
         tokens_in_data=tokens_in_data,
         warnings=warnings,
     )
@@ -148,8 +148,8 @@ def as_record(result: DryRun) -> dict[str, Any]:
         "layout": {**asdict(config.parallel), "data": data_size},
         "parameters": num_parameters(config.model),
         "parameters_without_embeddings": num_parameters(config.model, include_embeddings=False),
-        "decayed_tensors": sum(row.weight_decay != 0.0 for row in result.decay),
-        "tensors": len(result.decay),
+        "decayed_tensors": sum(row.weight_decay != 0.0 for row in result.rules.values()),
+        "tensors": len(result.rules),
         "steps": config.steps,
         "tokens": config.total_tokens,
         "tokens_in_data": result.tokens_in_data,
@@ -160,17 +160,20 @@ def as_record(result: DryRun) -> dict[str, Any]:
     }
 
 
-def _build_stages(config: Config, ranks: int, stages: list[StageMemory]) -> list[DecayRow]:
-    """Builds the first rank of every stage, and returns the decay table of the whole model."""
+def _build_stages(
+    config: Config, ranks: int, stages: list[StageMemory]
+) -> dict[str, ParameterRule]:
+    """Builds the first rank of every stage, and decides every parameter of the whole model."""
     from megatron_wd.backend.world import pretended_world
     from megatron_wd.models.build import build_model
-    from megatron_wd.optim.decay import decay_rows, merge_rows
+    from megatron_wd.optim.matrices import global_shapes, merge_shapes
+    from megatron_wd.optim.rules import resolve_rules
 
     # Neither changes a parameter, and both need Transformer Engine where the model is built.
     parallel = replace(config.parallel, context=1)
     precision = "bf16" if config.precision == "fp8" else config.precision
     buildable = replace(config, precision=precision, parallel=parallel)
-    rows = []
+    shapes = []
     for stage in stages:
         first_rank = stage.stage * ranks // parallel.pipeline
         with pretended_world(parallel, rank=first_rank, size=ranks) as world:
@@ -180,8 +183,8 @@ def _build_stages(config: Config, ranks: int, stages: list[StageMemory]) -> list
             assert built == stage.parameters, (
                 f"stage {stage.stage}: {built}, not {stage.parameters}"
             )
-            rows.append(decay_rows(model, config))
-    return merge_rows(rows)
+            shapes.append(global_shapes(model))
+    return resolve_rules(merge_shapes(shapes), config.optim)
 
 
 def _missing_abilities(config: Config) -> list[str]:

@@ -11,15 +11,14 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron.core.optimizer import MegatronOptimizer
 from torch import nn
 
 from megatron_wd.backend.signals import StopSignal
 from megatron_wd.backend.world import World, memory_bytes, seed_step
 from megatron_wd.config import Config
 from megatron_wd.data.dataset import SampleStream
-from megatron_wd.optim.build import set_rates
-from megatron_wd.optim.schedule import learning_rate
+from megatron_wd.optim.build import RatedOptimizer
+from megatron_wd.optim.schedule import decay_factor, learning_rate
 from megatron_wd.train.batches import evaluation_batches, train_batches
 from megatron_wd.train.checkpoint import Checkpointer, Progress
 from megatron_wd.train.metrics import MetricsWriter, Row, Stopwatch, progress_line
@@ -42,7 +41,7 @@ class Run:
         config: the run's configuration.
         world: this rank's place.
         model: this rank's chunks, wrapped for data parallelism.
-        optimizer: Megatron's optimizer over them.
+        optimizer: updates them.
         train_data, valid_data: samples; no validation data, no evaluation.
         checkpointer: saves.
         progress: where the run stands.
@@ -54,7 +53,7 @@ class Run:
     config: Config
     world: World
     model: list[nn.Module]
-    optimizer: MegatronOptimizer
+    optimizer: RatedOptimizer
     train_data: SampleStream
     valid_data: SampleStream | None
     checkpointer: Checkpointer
@@ -90,12 +89,12 @@ def train(run: Run, stop: StopSignal) -> bool:
                 config.train.micro_batch_samples,
             )
         )
-        local_loss = forward_backward(run.model, run.optimizer, batches, config)
+        local_loss = forward_backward(run.model, run.optimizer.megatron, batches, config)
         lr = learning_rate(step, config)
         try:
             loss, stop_now = agree(local_loss, stop.requested, world)
-            set_rates(run.optimizer, lr, config.optim.weight_decay)
-            grad_norm = update(run.model, run.optimizer, config, world)
+            run.optimizer.set_rates(step)
+            grad_norm = update(run.model, run.optimizer.megatron, config, world)
         except NonFiniteError as error:
             raise NonFiniteError(
                 f"step {step}: {error} is not finite; stopped before the weights changed"
@@ -151,7 +150,7 @@ def _measure(run: Run, watch: Stopwatch, loss: StepLoss, lr: float, grad_norm: f
         "loss/train": loss.loss,
         **({} if loss.z_loss is None else {"loss/z": loss.z_loss}),
         "lr": lr,
-        "weight_decay": config.optim.weight_decay,
+        "weight_decay": config.optim.weight_decay * decay_factor(step, config),
         "grad_norm": grad_norm,
         "tokens": run.progress.consumed_samples * config.train.sequence_tokens,
         "tokens_per_s": tokens_per_s,

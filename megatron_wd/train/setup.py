@@ -11,7 +11,8 @@ from megatron_wd.backend.world import World, run_on_main
 from megatron_wd.config import Config, UserError, resolved_yaml
 from megatron_wd.models.build import build_model, check_runtime, distribute_model
 from megatron_wd.optim.build import build_optimizer
-from megatron_wd.optim.decay import decay_table, write_decay_table
+from megatron_wd.optim.matrices import gather_shapes
+from megatron_wd.optim.rules import resolve_rules, table_text
 from megatron_wd.train import startup
 from megatron_wd.train.checkpoint import (
     Checkpointer,
@@ -50,14 +51,14 @@ def set_up(config: Config, world: World) -> Run:
 
     run_on_main(world, check)
     model = distribute_model(build_model(config), config)
-    optimizer = build_optimizer(model, config)
-    prepare_schedules(model, optimizer)
-    decay = decay_table(model, config)
+    rules = resolve_rules(gather_shapes(model), config.optim)
+    optimizer = build_optimizer(model, config, rules)
+    prepare_schedules(model, optimizer.megatron)
     peak = peak_tflops(config)
     if world.is_main:
         device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
         who = f"{world.size} x {device}"
-        summary = startup.summary(config, world.size, who, decay, data.train_tokens, peak)
+        summary = startup.summary(config, world.size, who, rules, data.train_tokens, peak)
         print(summary, flush=True)
 
     run_dir = Path(config.run_dir)
@@ -71,7 +72,7 @@ def set_up(config: Config, world: World) -> Run:
     metrics: list[MetricsWriter] = []  # of the main rank
 
     def write_start() -> None:
-        write_decay_table(decay, run_dir / "weight_decay.tsv")
+        (run_dir / "weight_decay.tsv").write_text(table_text(rules.values()))
         startup.write_provenance(config, world)
         metrics.append(MetricsWriter(config, progress.step))
         for name in interrupted_saves(run_dir):

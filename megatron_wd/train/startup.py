@@ -8,6 +8,7 @@ import math
 import os
 import platform
 import subprocess
+from collections.abc import Mapping
 from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
@@ -18,7 +19,7 @@ import torch
 import megatron_wd
 from megatron_wd.backend.world import World
 from megatron_wd.config import Config, UserError, num_parameters
-from megatron_wd.optim.decay import DecayRow
+from megatron_wd.optim.rules import ParameterRule
 from megatron_wd.train.checkpoint import checkpoint_bytes
 from megatron_wd.train.memory import pipeline_memory
 
@@ -131,7 +132,7 @@ def summary(
     config: Config,
     ranks: int,
     who: str,
-    decay: list[DecayRow],
+    rules: Mapping[str, ParameterRule],
     tokens_in_data: int | None,
     peak: tuple[float | None, str] | None,
 ) -> str:
@@ -141,7 +142,7 @@ def summary(
         config: validated, also for `ranks`.
         ranks: processes over all nodes.
         who: how many of what, as in `8 x CPU`.
-        decay: table of the whole model.
+        rules: what was decided for each parameter of the whole model.
         tokens_in_data: of the training corpora; None where they were not opened.
         peak: from `peak_tflops`; None where nothing will be computed.
     """
@@ -151,7 +152,7 @@ def summary(
         *_model_lines(config),
         _layout_line(config, who, data_size),
         *_batch_lines(config, data_size, tokens_in_data),
-        *_optimizer_lines(config, decay),
+        *_optimizer_lines(config, rules),
         _memory_line(config, ranks),
     ]
     if peak is not None:
@@ -204,20 +205,43 @@ def _batch_lines(config: Config, data_size: int, tokens_in_data: int | None) -> 
     ]
 
 
-def _optimizer_lines(config: Config, decay: list[DecayRow]) -> list[str]:
+def _optimizer_lines(config: Config, rules: Mapping[str, ParameterRule]) -> list[str]:
     optim = config.optim
-    decayed = [row for row in decay if row.weight_decay != 0.0]
-    values = sum(math.prod(row.shape) for row in decayed)
     schedule = f"{optim.schedule}, warmup {config.warmup_steps} steps"
     if config.wsd_decay_steps:
         schedule += f", decay over the last {config.wsd_decay_steps}"
     z_loss = f", z-loss {config.train.z_loss:g}" if config.train.z_loss else ""
+    matrices = (
+        "" if optim.matrix_lr is None else f", attention and MLP matrices {optim.matrix_lr:g}"
+    )
+    name = {"adamw": "AdamW", "adamh": "AdamH", "muon": "Muon"}[optim.optimizer]
     return [
-        f"optimizer   AdamW, lr {optim.lr:g} -> {optim.final_lr:g} ({schedule}), betas "
+        f"optimizer   {name}, lr {optim.lr:g} -> {optim.final_lr:g}{matrices} ({schedule}), betas "
         f"{optim.beta1}/{optim.beta2}, clip {optim.clip_grad_norm:g}{z_loss}",
-        f"decay       {optim.weight_decay:g} on {len(decayed)} tensors ({values:,} values); none on "
-        f"{len(decay) - len(decayed)} tensors ({optim.decay}); table in weight_decay.tsv",
+        *_decay_lines(config, rules),
     ]
+
+
+def _decay_lines(config: Config, rules: Mapping[str, ParameterRule], limit: int = 8) -> list[str]:
+    """What each rule decided: one line each, up to a limit."""
+    optim = config.optim
+    times = (
+        "lr x weight_decay" if optim.decay_mode == "coupled" else "weight_decay, whatever the lr"
+    )
+    shape = optim.decay_schedule.shape
+    lines = [f"decay       {times} per step, {shape}; by rule (every parameter: weight_decay.tsv):"]
+    decided: dict[tuple[str, float, float], list[ParameterRule]] = {}
+    for rule in rules.values():
+        decided.setdefault((rule.rule, rule.weight_decay, rule.lr_multiplier), []).append(rule)
+    for (label, decay, multiplier), rows in list(decided.items())[:limit]:
+        values = sum(math.prod(row.shape) for row in rows)
+        rate = "" if multiplier == 1.0 else f", lr x {multiplier:g}"
+        lines.append(
+            f"            {decay:g} on {len(rows)} tensors, {values:,} values ({label}{rate})"
+        )
+    if len(decided) > limit:
+        lines.append(f"            and {len(decided) - limit} more")
+    return lines
 
 
 def _memory_line(config: Config, ranks: int) -> str:
