@@ -6,6 +6,8 @@ checkpoint package writes it, so that a mistake of the converter does not cancel
 
 import io
 import pickle
+import subprocess
+import sys
 from pathlib import Path
 
 import torch
@@ -18,7 +20,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, Olmo2Config
 
 from megatron_wd.config import load_config
 
@@ -155,11 +157,24 @@ def write_checkpoint_description(folder: Path, config: str, vocab: int) -> None:
     write_tokenizer(folder / "tokenizer", vocab)
 
 
-def llama(kv_heads=2, tied=False, layers=2):
+def random_model(family="llama2", kv_heads=2, tied=False, layers=2, **changes):
     """A transformers model with random weights everywhere, norms too: all-ones hides mistakes."""
     torch.manual_seed(0)
-    model = LlamaForCausalLM(
-        LlamaConfig(
+    if family == "gpt2":
+        config = GPT2Config(
+            vocab_size=VOCAB,
+            n_embd=32,
+            n_layer=layers,
+            n_head=4,
+            n_inner=48,
+            n_positions=64,
+            tie_word_embeddings=tied,
+            bos_token_id=1,
+            eos_token_id=2,
+        )
+    else:
+        kind = LlamaConfig if family == "llama2" else Olmo2Config
+        config = kind(
             vocab_size=VOCAB,
             hidden_size=32,
             intermediate_size=48,
@@ -170,12 +185,30 @@ def llama(kv_heads=2, tied=False, layers=2):
             rope_parameters={"rope_type": "default", "rope_theta": 20000.0},
             tie_word_embeddings=tied,
             max_position_embeddings=64,
+            bos_token_id=1,
+            eos_token_id=2,
         )
-    )
+    config.update(changes)
+    model = AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.normal_(std=0.5).add_(0.1)
     return model.eval()
+
+
+def llama(kv_heads=2, tied=False, layers=2):
+    """A small LlamaForCausalLM."""
+    return random_model("llama2", kv_heads, tied, layers)
+
+
+def save_hf(folder, model, dtype=None, tokenizer=True):
+    """A Hugging Face folder as transformers writes it, with a tokenizer."""
+    if dtype is not None:
+        model = model.to(dtype)
+    model.save_pretrained(folder)
+    if tokenizer:
+        write_tokenizer(folder, VOCAB)
+    return folder
 
 
 def config_text(kv_heads=2, tied=False, layers=2):
@@ -202,3 +235,17 @@ def make_run(tmp_path, num_ranks=1, steps=(20,), change=None, dtype=None, **shap
         write_checkpoint(folder, tensors, config_text(**shape), VOCAB, num_ranks)
     (checkpoints / "latest_checkpointed_iteration.txt").write_text(str(steps[-1]))
     return tmp_path / "run", model
+
+
+def run_tool(tool, *arguments, text=None):
+    """Runs a command line of tools/ to its end."""
+    return subprocess.run(
+        [
+            sys.executable,
+            str(Path(__file__).resolve().parent.parent / "tools" / tool),
+            *map(str, arguments),
+        ],
+        capture_output=True,
+        text=True,
+        input=text,
+    )

@@ -18,6 +18,7 @@ from megatron_checkpoint import (
     make_run,
     model_config,
     pack_llama,
+    run_tool,
     write_checkpoint_description,
 )
 from safetensors.torch import load_file, save_file
@@ -252,15 +253,6 @@ def test_verify_compares_with_the_megatron_model(tmp_path, tied, num_ranks, dtyp
         broken[key] = good[key].roll(1, dims=0).contiguous()
         save_file(broken, file, {"format": "pt"})
         assert not verify_export(run, tmp_path / "hf", dtype=report.dtype).passed
-
-
-def run_tool(tool, *arguments, text=None):
-    return subprocess.run(
-        [sys.executable, str(ROOT / "tools" / tool), *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        input=text,
-    )
 
 
 def test_the_command_lines(tmp_path):

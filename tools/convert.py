@@ -1,6 +1,8 @@
 """Models between Megatron checkpoints and Hugging Face folders.
 
 to-hf RUN_OR_CHECKPOINT OUT    exports a checkpoint of any layout for transformers
+from-hf HF_FOLDER OUT          makes a checkpoint that runs of any layout can start from
+inspect PATH                   says what a folder of either kind holds
 """
 
 from __future__ import annotations
@@ -15,7 +17,6 @@ from dataclasses import asdict
 
 import _environment  # noqa: F401  first: it finds the package and names what is missing
 
-from megatron_wd.config import UserError
 from megatron_wd.config.cli import run_main
 
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
@@ -34,6 +35,29 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    _add_to_hf(commands)
+    from_hf = commands.add_parser(
+        "from-hf",
+        help="make a checkpoint from a Hugging Face folder",
+        description="Makes a Megatron checkpoint from a Hugging Face folder: one CPU process, no GPU. "
+        "Runs of any layout can start from it (init_from), and to-hf gives back the same bits.",
+    )
+    from_hf.add_argument("source", metavar="HF_FOLDER", help="folder with config.json, safetensors")
+    from_hf.add_argument("out", metavar="OUT", help="checkpoint folder to write")
+    from_hf.add_argument("--force", action="store_true", help="replace an earlier import in OUT")
+    from_hf.add_argument("--json", action="store_true", help="print the result as JSON")
+    inspect = commands.add_parser(
+        "inspect",
+        help="say what a folder holds",
+        description="Says what a folder holds, from its description alone: no weights are read.",
+    )
+    inspect.add_argument("path", metavar="PATH", help="run, checkpoint or Hugging Face folder")
+    inspect.add_argument("--step", type=int, help="checkpoint of this step (default: the latest)")
+    inspect.add_argument("--json", action="store_true", help="print the result as JSON")
+    return parser.parse_args(argv)
+
+
+def _add_to_hf(commands: argparse._SubParsersAction) -> None:
     to_hf = commands.add_parser(
         "to-hf",
         help="export a checkpoint of any layout for transformers",
@@ -64,7 +88,6 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     )
     to_hf.add_argument("--force", action="store_true", help="replace an earlier export in OUT")
     to_hf.add_argument("--json", action="store_true", help="print the result as JSON")
-    return parser.parse_args(argv)
 
 
 @contextlib.contextmanager
@@ -119,11 +142,38 @@ def to_hf(arguments: argparse.Namespace) -> int:
     return 1 if failed else 0
 
 
+def from_hf(arguments: argparse.Namespace) -> int:
+    from megatron_wd.convert.from_hf import import_folder
+
+    with progress_bar() as progress:
+        report = import_folder(
+            arguments.source, arguments.out, force=arguments.force, progress=progress
+        )
+    if arguments.json:
+        print(json.dumps(asdict(report), indent=2))
+        return 0
+    print(f"imported {report.source} ({report.family}) to {report.folder}")
+    print(
+        f"  {report.num_tensors} tensors, {', '.join(report.dtypes)}, "
+        f"{report.weight_bytes / 1e6:,.1f} MB, {report.seconds:.1f} s"
+    )
+    for note in report.notes:
+        print(f"  note: {note}")
+    print(f"  train from it: base: {report.folder}/config.yaml and init_from: {report.folder}")
+    return 0
+
+
+def inspect(arguments: argparse.Namespace) -> int:
+    from megatron_wd.convert.inspection import describe, inspect_folder
+
+    facts = inspect_folder(arguments.path, step=arguments.step)
+    print(json.dumps(facts, indent=2) if arguments.json else describe(facts))
+    return 0
+
+
 def main(argv: list[str] | None = None) -> int:
     arguments = parse_arguments(argv)
-    if arguments.command == "to-hf":
-        return to_hf(arguments)
-    raise UserError(f"unknown command {arguments.command}")
+    return {"to-hf": to_hf, "from-hf": from_hf, "inspect": inspect}[arguments.command](arguments)
 
 
 if __name__ == "__main__":

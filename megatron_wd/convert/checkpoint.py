@@ -8,7 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_wd.config import Config, UserError, load_config
+from megatron_wd.config import Config, ModelConfig, UserError
+from megatron_wd.convert import megatron_lm
+from megatron_wd.convert.dcp import METADATA
+from megatron_wd.convert.shape import read_shape
 
 _LATEST = "latest_checkpointed_iteration.txt"
 _ITERATION = re.compile(r"iter_(\d+)")
@@ -20,22 +23,32 @@ class Checkpoint:
 
     Attributes:
         folder: The folder with the tensors.
-        step: Training step, or None if the folder's name no longer says it.
-        config: Resolved config of the run.
+        step: Training step, or None if nothing says it.
+        model: Shape of the model.
+        config: Resolved config of the run; None where weights came from elsewhere.
         tokenizer: Folder with the tokenizer's files, or None if there is none.
         provenance: What the run recorded about itself (versions, git commit); may be empty.
     """
 
     folder: Path
     step: int | None
-    config: Config
+    model: ModelConfig
+    config: Config | None
     tokenizer: Path | None
     provenance: dict[str, Any]
 
     @property
     def tokens(self) -> int | None:
-        """Tokens trained on until this checkpoint."""
+        """Tokens trained on until this checkpoint; None if nothing says it."""
+        if self.config is None:
+            tokens = self.provenance.get("tokens")
+            return tokens if isinstance(tokens, int) else None
         return None if self.step is None else self.step * self.config.train.step_tokens
+
+    @property
+    def said_by(self) -> str:
+        """What says the shape of the model, for messages."""
+        return "config.yaml" if (self.folder / "config.yaml").is_file() else "saved arguments"
 
 
 def open_checkpoint(path: Path, step: int | None = None) -> Checkpoint:
@@ -49,20 +62,26 @@ def open_checkpoint(path: Path, step: int | None = None) -> Checkpoint:
         UserError: If there is none, or it does not describe itself.
     """
     folder = find_checkpoint(path, step)
+    match = _ITERATION.fullmatch(folder.resolve().name)
+    number = int(match[1]) if match else None
+    tokenizer = folder / "tokenizer" if (folder / "tokenizer").is_dir() else None
     config_file = folder / "config.yaml"
-    if not config_file.is_file():
+    if config_file.is_file():
+        model, config = read_shape(config_file)
+        return Checkpoint(folder, number, model, config, tokenizer, _read_provenance(folder))
+    run = megatron_lm.read_run(folder)
+    if run is None:
         raise UserError(
             f"{folder} has no config.yaml, which says what model it is. Copy the run's config.yaml "
-            f"into it if you have it; checkpoints of other programs are not supported."
+            f"into it if you have it, or write one that holds its `model:` section."
         )
-    match = _ITERATION.fullmatch(folder.resolve().name)
-    tokenizer = folder / "tokenizer"
     return Checkpoint(
         folder=folder,
-        step=int(match[1]) if match else None,
-        config=load_config(config_file),
-        tokenizer=tokenizer if tokenizer.is_dir() else None,
-        provenance=_read_provenance(folder),
+        step=run.step if number is None else number,
+        model=megatron_lm.shape_from_arguments(run.arguments, str(folder)),
+        config=None,
+        tokenizer=tokenizer,
+        provenance=run.provenance(),
     )
 
 
@@ -80,13 +99,10 @@ def find_checkpoint(path: Path, step: int | None = None) -> Path:
         if step is not None and match and int(match[1]) != step:
             raise UserError(f"{path} is one checkpoint, and not the one of --step {step}.")
         return path
-    parent = path / "checkpoints" if (path / "checkpoints").is_dir() else path
-    steps = {
-        int(match[1]): child
-        for child in parent.iterdir()
-        if child.is_dir() and (match := _ITERATION.fullmatch(child.name))
-    }
+    parent, steps = _children(path)
     listed = ", ".join(str(number) for number in sorted(steps)) or "none"
+    if step is None and _is_release(parent):
+        return parent / "release"
     if step is None and (parent / _LATEST).is_file():
         step = _latest_step(parent / _LATEST)
     if step is None:
@@ -97,10 +113,32 @@ def find_checkpoint(path: Path, step: int | None = None) -> Path:
     return steps[step]
 
 
+def steps_in(path: Path) -> list[int]:
+    """Steps of the checkpoints in a run folder or its `checkpoints` folder; none in a checkpoint."""
+    return [] if _is_checkpoint(path) else sorted(_children(path)[1])
+
+
+def _children(path: Path) -> tuple[Path, dict[int, Path]]:
+    parent = path / "checkpoints" if (path / "checkpoints").is_dir() else path
+    steps = {
+        int(match[1]): child
+        for child in parent.iterdir()
+        if child.is_dir() and (match := _ITERATION.fullmatch(child.name))
+    }
+    return parent, steps
+
+
 def _is_checkpoint(path: Path) -> bool:
     """Whether `path` is meant as one checkpoint; whether it is complete shows when it is read."""
-    has_tensors = (path / ".metadata").is_file() or any(path.glob("*.distcp"))
+    has_tensors = (path / METADATA).is_file() or any(path.glob("*.distcp"))
     return has_tensors or bool(_ITERATION.fullmatch(path.resolve().name))
+
+
+def _is_release(parent: Path) -> bool:
+    """Whether this is a folder of Megatron-LM's with weights that no run of it made."""
+    tracker = parent / _LATEST
+    text = tracker.read_text(errors="replace").strip() if tracker.is_file() else ""
+    return text == "release" and (parent / "release").is_dir()
 
 
 def _latest_step(path: Path) -> int:

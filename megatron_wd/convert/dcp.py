@@ -6,27 +6,31 @@ not matter: the parts of a tensor are put together from whichever files hold the
 
 torch's own reader unpickles `.metadata` without restriction, and Megatron's reads the objects
 beside the tensors in the same way, so that a stranger's checkpoint could run code. Here the pickle
-can only name what such an index consists of, and even that becomes inert records; parts are read
-with `weights_only=True`, and objects not at all.
+can only name what such an index consists of, and even that becomes inert records; so do the parts
+of tensors, and the objects beside them.
 """
 
 from __future__ import annotations
 
-import io
 import math
-import os
-import pickle
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, cast
+from typing import IO, TYPE_CHECKING, Any
 
 from megatron_wd.config import UserError
+from megatron_wd.convert.pickles import InertUnpickler, Record, read_archive, record_class
+from megatron_wd.convert.tensor_archive import (
+    ArchiveError,
+    Window,
+    locate_tensor,
+    read_values,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-_METADATA = ".metadata"
+METADATA = ".metadata"
 
 
 @dataclass(frozen=True)
@@ -55,6 +59,7 @@ class TensorFolder:
     Attributes:
         folder: The folder.
         tensors: Every tensor in it by name, those of the optimizer too; only the list is in memory.
+        objects: Where the objects lie that are no tensors, by name.
     """
 
     def __init__(self, folder: Path):
@@ -67,14 +72,14 @@ class TensorFolder:
             UserError: If it is no such folder, or is damaged, or its pickle asks for other classes.
         """
         self.folder = folder
-        path = folder / _METADATA
+        path = folder / METADATA
         if not path.is_file():
             raise UserError(
-                f"{folder} is not a complete checkpoint: it has no {_METADATA} file, which is "
+                f"{folder} is not a complete checkpoint: it has no {METADATA} file, which is "
                 f"written last. Give another checkpoint, for example with --step."
             )
         with path.open("rb") as file:
-            self.tensors = _read_index(file, path)
+            self.tensors, self.objects = _read_index(file, path)
 
     def check_files(self, names: Iterable[str]) -> None:
         """Checks that the files of some tensors are there in full length.
@@ -97,8 +102,12 @@ class TensorFolder:
                     f"off, for example by a full disk or an interrupted copy."
                 )
 
-    def read(self, name: str) -> Tensor:
-        """Reads one tensor, whole, into CPU memory.
+    def read(self, name: str, layer: int | None = None) -> Tensor:
+        """Reads one tensor into CPU memory.
+
+        Args:
+            name: Its name.
+            layer: Index on axis 0, of which alone is read; None for the whole.
 
         Raises:
             UserError: If a part of it cannot be read or does not fit.
@@ -106,87 +115,63 @@ class TensorFolder:
         import torch
 
         stored = self.tensors[name]
-        first = stored.chunks[0]
-        if first.sizes == stored.shape:
-            return self._read_chunk(name, stored, first)
-        whole = torch.empty(stored.shape, dtype=getattr(torch, stored.dtype))
+        first = 0 if layer is None else layer
+        count = stored.shape[0] if layer is None and stored.shape else 1
+        shape = (count, *stored.shape[1:]) if stored.shape else ()
+        whole = torch.empty(shape, dtype=getattr(torch, stored.dtype))
         for chunk in stored.chunks:
-            block = tuple(
-                slice(start, start + size)
-                for start, size in zip(chunk.offsets, chunk.sizes, strict=True)
-            )
-            whole[block] = self._read_chunk(name, stored, chunk)
-        return whole
+            begin = chunk.offsets[0] - first if shape else 0
+            length = chunk.sizes[0] if shape else 1
+            if begin >= count or begin + length <= 0:
+                continue
+            if begin < 0 or begin + length > count:
+                # The chunk holds more layers than the one that is wanted.
+                block = torch.empty(chunk.sizes, dtype=whole.dtype)
+                self._read_chunk(name, stored, chunk, block)
+                own = _block(chunk.offsets[1:], chunk.sizes[1:])
+                whole[(slice(None), *own)] = block[-begin : count - begin]
+                continue
+            place = (begin, *chunk.offsets[1:]) if shape else ()
+            self._read_chunk(name, stored, chunk, whole[_block(place, chunk.sizes)])
+        return whole if layer is None else whole[0]
 
-    def _read_chunk(self, name: str, stored: StoredTensor, chunk: Chunk) -> Tensor:
-        import torch
-
+    def _read_chunk(self, name: str, stored: StoredTensor, chunk: Chunk, out: Tensor) -> None:
+        """Reads one chunk into `out`, which has its shape."""
         path = self.folder / chunk.file
         try:
-            with path.open("rb") as file:
-                window = _Window(file, chunk.start_bytes, chunk.length_bytes)
-                tensor = torch.load(cast(IO[bytes], window), map_location="cpu", weights_only=True)
-        except (OSError, RuntimeError, EOFError, ValueError, pickle.UnpicklingError) as error:
+            with path.open("rb", buffering=0) as file:
+                values = locate_tensor(file, chunk.start_bytes, chunk.length_bytes)
+                if (values.shape, values.dtype) != (tuple(chunk.sizes), stored.dtype):
+                    raise UserError(f"{path}: tensor {name} is not what {METADATA} says it is.")
+                read_values(file, values, out)
+        except (OSError, ArchiveError) as error:
             raise UserError(
                 f"{path}: tensor {name} cannot be read, the file is damaged ({_first_line(error)})."
             ) from error
-        fits = (
-            isinstance(tensor, torch.Tensor)
-            and tuple(tensor.shape) == chunk.sizes
-            and tensor.dtype == getattr(torch, stored.dtype)
-        )
-        if not fits:
-            raise UserError(f"{path}: tensor {name} is not what {_METADATA} says it is.")
-        return tensor.detach()
+
+    def read_object(self, name: str) -> Any:
+        """Reads an object that is no tensor; whatever in it is no plain data is a `Record`.
+
+        Raises:
+            UserError: If it cannot be read.
+        """
+        chunk = self.objects[name]
+        path = self.folder / chunk.file
+        try:
+            with path.open("rb", buffering=0) as file:
+                return read_archive(Window(file, chunk.start_bytes, chunk.length_bytes))  # type: ignore[arg-type]
+        except Exception as error:
+            raise UserError(
+                f"{path}: {name} cannot be read, the file is damaged ({_first_line(error)})."
+            ) from error
+
+
+def _block(offsets: tuple[int, ...], sizes: tuple[int, ...]) -> tuple[slice, ...]:
+    return tuple(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))
 
 
 def _first_line(error: BaseException) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0]
-
-
-class _Window(io.RawIOBase):
-    """A part of an open file as a file of its own, so that no copy of its bytes is made."""
-
-    def __init__(self, file: IO[bytes], start: int, length: int):
-        super().__init__()
-        self._file, self._start, self._length, self._position = file, start, length, 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._position
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        origin = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._length}[whence]
-        self._position = max(0, origin + offset)
-        return self._position
-
-    def readinto(self, buffer: Any) -> int:
-        view = memoryview(buffer).cast("B")
-        view = view[: max(0, self._length - self._position)]
-        self._file.seek(self._start + self._position)
-        count = self._file.readinto(view)  # type: ignore[attr-defined]
-        self._position += count
-        return count
-
-
-class _Record:
-    """What any object of the pickle becomes: its arguments and its state, and no behaviour."""
-
-    def __init__(self, *args: Any):
-        self.args = args
-        self.state: Any = None
-
-    def __setstate__(self, state: Any) -> None:
-        self.state = state
-
-    def get(self, name: str, default: Any = None) -> Any:
-        """A field of the pickled object."""
-        return self.state.get(name, default) if isinstance(self.state, dict) else default
 
 
 def _size(values: Iterable[int]) -> tuple[int, ...]:
@@ -197,21 +182,17 @@ def _layout(name: str) -> str:
     return name
 
 
-class _IndexUnpickler(pickle.Unpickler):
-    """Reads `.metadata` into records. A pickle that asks for anything else is refused."""
-
-    def find_class(self, module_name: str, global_name: str) -> Any:
-        module, name = module_name, global_name
-        if name in _CLASSES.get(module, ()):
-            # A class of its own each time: whatever the pickle does to it stays in the pickle.
-            return type(name, (_Record,), {})
-        if (module, name) == ("torch", "Size"):
-            return _size
-        if (module, name) == ("torch.serialization", "_get_layout"):
-            return _layout
-        if module == "torch" and name in _DTYPES:
-            return name
-        raise _Refused(f"{module}.{name}")
+def _find_in_index(module: str, name: str) -> Any:
+    """What an index consists of; a pickle that asks for anything else is refused."""
+    if name in _CLASSES.get(module, ()):
+        return record_class(name)
+    if (module, name) == ("torch", "Size"):
+        return _size
+    if (module, name) == ("torch.serialization", "_get_layout"):
+        return _layout
+    if module == "torch" and name in _DTYPES:
+        return name
+    raise _Refused(f"{module}.{name}")
 
 
 _PATHS = {"Path", "PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath"}
@@ -248,19 +229,21 @@ _INTEGERS = {"int64", "int32", "int16", "int8", "uint8", "uint16", "uint32", "ui
 _DTYPES = _FLOATS | _INTEGERS
 
 
-def _read_index(file: IO[bytes], path: Path) -> dict[str, StoredTensor]:
-    """Returns the tensors that a `.metadata` file lists, without objects that are no tensors."""
+def _read_index(file: IO[bytes], path: Path) -> tuple[dict[str, StoredTensor], dict[str, Chunk]]:
+    """Returns the tensors that a `.metadata` file lists, and the objects that are no tensors."""
     try:
-        metadata = _IndexUnpickler(file).load()
+        metadata = InertUnpickler(file, _find_in_index).load()
         places = {
             (index.get("fqn"), index.get("offset")): place
             for index, place in metadata.get("storage_data").items()
         }
-        return {
-            name: _stored(name, entry, places)
-            for name, entry in metadata.get("state_dict_metadata").items()
-            if type(entry).__name__ == "TensorStorageMetadata"
-        }
+        tensors, objects = {}, {}
+        for name, entry in metadata.get("state_dict_metadata").items():
+            if type(entry).__name__ == "TensorStorageMetadata":
+                tensors[name] = _stored(name, entry, places)
+            elif (name, None) in places:
+                objects[name] = _chunk(name, (), (), places[name, None])
+        return tensors, objects
     except _Refused as refused:
         raise UserError(
             f"{path} asks for {refused}, which no checkpoint needs, and was not loaded: it could "
@@ -273,21 +256,27 @@ def _read_index(file: IO[bytes], path: Path) -> dict[str, StoredTensor]:
         raise UserError(f"{path} is damaged: {_first_line(error)}.") from error
 
 
-def _stored(name: str, entry: _Record, places: dict[tuple[str, Any], _Record]) -> StoredTensor:
+def _chunk(name: str, offsets: tuple[int, ...], sizes: tuple[int, ...], place: Record) -> Chunk:
+    if place.get("transform_descriptors"):
+        raise UserError(f"{name} is stored compressed, which is not supported.")
+    file = place.get("relative_path")
+    if Path(file).name != file:
+        raise UserError(f"{name} is said to lie outside the checkpoint, in {file!r}.")
+    return Chunk(offsets, sizes, file, place.get("offset"), place.get("length"))
+
+
+def _stored(name: str, entry: Record, places: dict[tuple[str, Any], Record]) -> StoredTensor:
     shape = entry.get("size")
     dtype = entry.get("properties").state[0]
     chunks = []
     for record in entry.get("chunks"):
         offsets, sizes = record.get("offsets"), record.get("sizes")
-        place = places.get((name, offsets))
-        if place is None:
+        inside = all(0 <= o <= o + s <= n for o, s, n in zip(offsets, sizes, shape, strict=True))
+        if not inside:
+            raise UserError(f"a part of tensor {name} lies outside of it.")
+        if (name, offsets) not in places:
             raise UserError(f"no file is named for a part of tensor {name}.")
-        if place.get("transform_descriptors"):
-            raise UserError(f"tensor {name} is stored compressed, which is not supported.")
-        file = place.get("relative_path")
-        if Path(file).name != file:
-            raise UserError(f"tensor {name} is said to lie outside the checkpoint, in {file!r}.")
-        chunks.append(Chunk(offsets, sizes, file, place.get("offset"), place.get("length")))
+        chunks.append(_chunk(f"tensor {name}", offsets, sizes, places[name, offsets]))
     if dtype not in _DTYPES:
         raise UserError(f"tensor {name} has a dtype that is not supported.")
     covered = sum(math.prod(chunk.sizes) for chunk in chunks)

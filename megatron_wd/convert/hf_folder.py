@@ -1,4 +1,4 @@
-"""What a Hugging Face folder holds beside the weights: configs, tokenizer, model card, our mark."""
+"""What a Hugging Face folder holds beside the weights: tokenizer, model card, our mark."""
 
 from __future__ import annotations
 
@@ -9,53 +9,22 @@ from typing import Any
 import megatron_wd
 from megatron_wd.config import ModelConfig, UserError, num_parameters
 from megatron_wd.convert.checkpoint import Checkpoint
+from megatron_wd.convert.output_folder import files_of
 
-# Written into every export: where it comes from, and which files we wrote (see `refuse_foreign`).
+# Written into every export: where it comes from, and which files we wrote (see `output_folder`).
 MARK = "megatron_wd.json"
-
-
-def llama_config(
-    model: ModelConfig, *, max_positions: int, dtype: str, ids: dict[str, int | None]
-) -> dict[str, Any]:
-    """Returns the content of config.json for LlamaForCausalLM.
-
-    Every value that changes the logits is written out, because the defaults of LlamaConfig differ
-    from ours (its eps is 1e-6).
-
-    Args:
-        model: Shape of the model.
-        max_positions: Longest sequence that it was trained on, in tokens.
-        dtype: Of the weights, by its torch name.
-        ids: `bos_token_id` and `eos_token_id`.
-    """
-    theta = float(model.rope_theta)
-    return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "vocab_size": model.vocab_size,
-        "hidden_size": model.hidden_size,
-        "intermediate_size": model.ffn_hidden_size,
-        "num_hidden_layers": model.num_layers,
-        "num_attention_heads": model.num_attention_heads,
-        "num_key_value_heads": model.kv_heads,
-        "head_dim": model.head_size,
-        "hidden_act": "silu",
-        "max_position_embeddings": max_positions,
-        "rms_norm_eps": float(model.norm_eps),
-        # transformers 5 reads the first, older versions the second.
-        "rope_parameters": {"rope_type": "default", "rope_theta": theta},
-        "rope_theta": theta,
-        "tie_word_embeddings": model.tie_embeddings,
-        "attention_bias": False,
-        "mlp_bias": False,
-        "attention_dropout": float(model.dropout),
-        "initializer_range": float(model.init_std),
-        "use_cache": True,
-        **ids,
-        # transformers 5 reads the first, older versions the second.
-        "dtype": dtype,
-        "torch_dtype": dtype,
-    }
+# Files of a tokenizer in a Hugging Face folder.
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "vocab.json",
+    "merges.txt",
+    "generation_config.json",
+)
 
 
 def generation_config(ids: dict[str, int | None]) -> dict[str, Any]:
@@ -102,87 +71,94 @@ def write_tokenizer(source: Path, model: ModelConfig, out: Path) -> dict[str, in
 
 def provenance_of(checkpoint: Checkpoint, dtype: str) -> dict[str, Any]:
     """Collects what the model card says: facts from the checkpoint, none of them guessed."""
-    config = checkpoint.config
-    optim = config.optim
-    commit = checkpoint.provenance.get("git_commit")
-    return {
-        "run": config.run_dir,
+    config, recorded = checkpoint.config, checkpoint.provenance
+    facts: dict[str, Any] = {
+        "run": None if config is None else config.run_dir,
+        "source": recorded.get("source"),
         "step": checkpoint.step,
-        "steps_planned": config.steps,
         "tokens": checkpoint.tokens,
-        "parameters": num_parameters(config.model),
-        "learning_rate": optim.lr,
-        "weight_decay": optim.weight_decay,
-        "decay": optim.decay,
-        "schedule": optim.schedule,
-        "precision": config.precision,
+        "parameters": num_parameters(checkpoint.model),
         "dtype": dtype,
-        "seed": config.seed,
-        "run_code_commit": commit if isinstance(commit, str) else None,
-        "export_version": megatron_wd.__version__,
     }
+    if config is None:
+        for name in ("source_architecture", "learning_rate", "weight_decay", "seed"):
+            facts[name] = recorded.get(name)
+    else:
+        optim, commit = config.optim, recorded.get("git_commit")
+        facts |= {
+            "initial_weights": config.init_from,
+            "steps_planned": config.steps,
+            "learning_rate": optim.lr,
+            "weight_decay": optim.weight_decay,
+            "decay": optim.decay,
+            "schedule": optim.schedule,
+            "precision": config.precision,
+            "seed": config.seed,
+            "run_code_commit": commit if isinstance(commit, str) else None,
+        }
+    return {**facts, "export_version": megatron_wd.__version__}
 
 
-def model_card(facts: dict[str, Any], config: dict[str, Any]) -> str:
+def model_card(facts: dict[str, Any], model: ModelConfig, architecture: str) -> str:
     """Returns README.md of an export.
 
     Args:
         facts: From `provenance_of`.
-        config: Content of config.json.
+        model: Shape of the model.
+        architecture: Its class in transformers.
     """
-    name = Path(facts["run"]).name or "model"
-    tokens = "unknown" if facts["tokens"] is None else f"{facts['tokens']:,}"
-    step = "unknown" if facts["step"] is None else f"{facts['step']:,}"
+    name = Path(str(facts["run"] or facts["source"] or "model")).name
     rows = {
-        "Architecture": f"{config['architectures'][0]}, {facts['parameters']:,} parameters: "
-        f"{config['num_hidden_layers']} layers, {config['hidden_size']} wide, "
-        f"{config['num_attention_heads']} heads, {config['num_key_value_heads']} key/value heads, "
-        f"vocabulary {config['vocab_size']:,}",
-        "Run": f"`{facts['run']}`, seed {facts['seed']}",
-        "Step": f"{step} of {facts['steps_planned']:,} planned",
-        "Tokens trained on": tokens,
-        "Peak learning rate": f"{facts['learning_rate']:g} ({facts['schedule']} schedule)",
-        "Weight decay": f"{facts['weight_decay']:g} (`optim.decay: {facts['decay']}`)",
-        "Training precision": f"{facts['precision']}; exported as {facts['dtype']}",
-        "Code": f"commit {facts['run_code_commit'] or 'unknown'}; "
-        f"exported by megatron_wd {facts['export_version']}",
+        "Architecture": f"{architecture}, {facts['parameters']:,} parameters: {model.num_layers} "
+        f"layers, {model.hidden_size} wide, {model.num_attention_heads} heads, {model.kv_heads} "
+        f"key/value heads, vocabulary {model.vocab_size:,}",
+        **(_run_rows(facts) if facts["run"] else _source_rows(facts)),
     }
     table = "\n".join(f"| {key} | {value} |" for key, value in rows.items())
     # JSON strings are YAML strings too: nothing in a run's name can break the header.
+    made = "pretrained" if facts["run"] else "converted"
     return (
         f"---\nlibrary_name: transformers\npipeline_tag: text-generation\n"
         f"model_name: {json.dumps(name)}\n---\n\n"
-        f"# {name}\n\nA language model pretrained with megatron_wd. Load it with "
+        f"# {name}\n\nA language model {made} with megatron_wd. Load it with "
         f"`AutoModelForCausalLM.from_pretrained(FOLDER)`.\n\n"
         f"| | |\n|---|---|\n{table}\n\n"
         f"A base model for research: it was not trained to follow instructions or to be safe.\n"
     )
 
 
+def _run_rows(facts: dict[str, Any]) -> dict[str, str]:
+    start = f", from the weights of `{facts['initial_weights']}`" * bool(facts["initial_weights"])
+    return {
+        "Run": f"`{facts['run']}`, seed {facts['seed']}{start}",
+        "Step": f"{_number(facts['step'])} of {facts['steps_planned']:,} planned",
+        "Tokens trained on": _number(facts["tokens"]),
+        "Peak learning rate": f"{facts['learning_rate']:g} ({facts['schedule']} schedule)",
+        "Weight decay": f"{facts['weight_decay']:g} (`optim.decay: {facts['decay']}`)",
+        "Training precision": f"{facts['precision']}; exported as {facts['dtype']}",
+        "Code": f"commit {facts['run_code_commit'] or 'unknown'}; "
+        f"exported by megatron_wd {facts['export_version']}",
+    }
+
+
+def _source_rows(facts: dict[str, Any]) -> dict[str, str]:
+    """What is known of weights that no run of ours made."""
+    known = {
+        "Source": facts["source"] and f"`{facts['source']}`",
+        "Step": facts["step"] and _number(facts["step"]),
+        "Tokens trained on": facts["tokens"] and _number(facts["tokens"]),
+        "Peak learning rate": facts["learning_rate"],
+        "Weight decay": facts["weight_decay"],
+        "Weights": f"exported as {facts['dtype']} by megatron_wd {facts['export_version']}",
+    }
+    return {key: str(value) for key, value in known.items() if value is not None}
+
+
+def _number(value: int | None) -> str:
+    return "unknown" if value is None else f"{value:,}"
+
+
 def write_mark(folder: Path, facts: dict[str, Any]) -> None:
     """Writes the mark that says what this folder is; the last file of an export."""
-    files = sorted(path.name for path in folder.iterdir())
-    write_json(folder / MARK, {"format": 1, "provenance": facts, "files": [*files, MARK]})
-
-
-def refuse_foreign(folder: Path) -> None:
-    """Checks that replacing a folder loses nothing but an earlier export.
-
-    Raises:
-        UserError: If it is no export, or holds a file that we did not write.
-    """
-    mark = folder / MARK
-    try:
-        content = json.loads(mark.read_text(encoding="utf-8"))
-        files = set(content["files"])
-    except (OSError, ValueError, KeyError, TypeError):
-        raise UserError(
-            f"{folder} does not look like an export (no {MARK} in it), so --force does not replace "
-            f"it. Give another folder, or remove this one yourself."
-        ) from None
-    foreign = sorted(path.name for path in folder.iterdir() if path.name not in files)
-    if foreign:
-        raise UserError(
-            f"{folder} holds {foreign[0]}, which no export wrote, so --force does not replace it. "
-            f"Move that file, or give another folder."
-        )
+    content = {"format": 1, "provenance": facts, "files": files_of(folder, MARK)}
+    write_json(folder / MARK, content)

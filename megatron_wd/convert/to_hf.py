@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import os
-import shutil
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_wd.config import UserError
 from megatron_wd.convert import hf_folder
 from megatron_wd.convert.checkpoint import Checkpoint, open_checkpoint
-from megatron_wd.convert.dcp import TensorFolder
-from megatron_wd.convert.names import match_checkpoint
+from megatron_wd.convert.families import converted_family
+from megatron_wd.convert.hf_config import export_config
+from megatron_wd.convert.output_folder import appears_when_done, check_target
 from megatron_wd.convert.safetensors_file import (
     DTYPES,
     Entry,
@@ -23,6 +22,7 @@ from megatron_wd.convert.safetensors_file import (
     index_json,
     plan_shards,
 )
+from megatron_wd.convert.weights import Weights, is_hf_folder, weights_of
 
 DTYPE_NAMES = {"fp32": "float32", "bf16": "bfloat16"}
 DEFAULT_SHARD_BYTES = 5 * 10**9
@@ -86,23 +86,21 @@ def export_checkpoint(
     """
     started = time.perf_counter()
     target = Path(out)
-    _check_target(target, force)
+    check_target(target, force, hf_folder.MARK)
+    if is_hf_folder(Path(source)):
+        raise UserError(f"{source} is a Hugging Face folder already; there is nothing to export.")
     checkpoint = open_checkpoint(Path(source), step)
-    folder = TensorFolder(checkpoint.folder)
-    shapes = {name: stored.shape for name, stored in folder.tensors.items()}
-    matched = match_checkpoint(checkpoint.config.model, shapes)
-    names = [name for name, _ in matched]
-    folder.check_files(names)
-    dtype_name = _output_dtype(folder, names, dtype)
-    entries = [Entry(name, shape) for _, tensors in matched for name, shape in tensors.hf]
+    weights = weights_of(checkpoint)
+    dtype_name = _output_dtype(weights, dtype)
+    entries = [Entry(name, shape) for tensors in weights.tensors for name, shape in tensors.hf]
     plan = plan_shards(entries, dtype_name, max_shard_bytes)
 
-    with _appears_when_done(target, plan.total_bytes, force) as partial:
+    with appears_when_done(target, plan.total_bytes, force) as partial:
         _write_surroundings(checkpoint, partial, dtype_name, tokenizer)
         written = 0
         with ShardWriter(partial, plan, dtype_name) as writer:
-            for name, tensors in matched:
-                parts = tensors.unpack(folder.read(name), checkpoint.config.model)
+            for tensors in weights.tensors:
+                parts = tensors.unpack(weights.read(tensors.name), weights.model)
                 for hf_name, part in parts.items():
                     writer.write(hf_name, part)
                     written += Entry(hf_name, tuple(part.shape)).num_bytes(dtype_name)
@@ -122,17 +120,14 @@ def export_checkpoint(
     )
 
 
-def _output_dtype(folder: TensorFolder, names: list[str], wanted: str | None) -> str:
+def _output_dtype(weights: Weights, wanted: str | None) -> str:
     if wanted is not None:
         return DTYPE_NAMES[wanted]
-    stored = {folder.tensors[name].dtype for name in names}
     # Norms may be kept in fp32 beside bf16 matrices; the wider one loses nothing.
-    if not stored <= set(DTYPES):
-        unknown = ", ".join(sorted(stored - set(DTYPES)))
-        raise UserError(
-            f"{folder.folder} stores weights as {unknown}; choose --dtype fp32 or bf16."
-        )
-    return "float32" if "float32" in stored else "bfloat16"
+    if not weights.dtypes <= set(DTYPES):
+        unknown = ", ".join(sorted(weights.dtypes - set(DTYPES)))
+        raise UserError(f"{weights.path} stores weights as {unknown}; choose --dtype fp32 or bf16.")
+    return "float32" if "float32" in weights.dtypes else "bfloat16"
 
 
 def _write_surroundings(
@@ -144,61 +139,24 @@ def _write_surroundings(
         raise UserError(
             f"{checkpoint.folder} has no tokenizer folder; name its tokenizer with --tokenizer."
         )
-    ids = hf_folder.write_tokenizer(source, checkpoint.config.model, out)
-    config = hf_folder.llama_config(
-        checkpoint.config.model,
-        max_positions=checkpoint.config.train.sequence_tokens,
-        dtype=dtype,
-        ids=ids,
-    )
+    model, run = checkpoint.model, checkpoint.config
+    ids = hf_folder.write_tokenizer(source, model, out)
+    positions = model.max_positions
+    if positions is None:
+        if run is None:
+            raise UserError(
+                f"{checkpoint.folder}: nothing says how long sequences may be; set "
+                f"model.max_positions in its config.yaml."
+            )
+        positions = run.train.sequence_tokens
+    config = export_config(model, max_positions=positions, dtype=dtype, ids=ids)
     hf_folder.write_json(out / "config.json", config)
     hf_folder.write_json(out / "generation_config.json", hf_folder.generation_config(ids))
-    card = hf_folder.model_card(hf_folder.provenance_of(checkpoint, dtype), config)
+    facts = hf_folder.provenance_of(checkpoint, dtype)
+    card = hf_folder.model_card(facts, model, converted_family(model.family).architecture)
     (out / "README.md").write_text(card, encoding="utf-8")
 
 
 def _write_index(out: Path, plan: ShardPlan) -> None:
     if len(plan.files) > 1:
         (out / "model.safetensors.index.json").write_text(index_json(plan), encoding="utf-8")
-
-
-def _check_target(target: Path, force: bool) -> None:
-    if not target.exists() or (target.is_dir() and not any(target.iterdir())):
-        return
-    if not target.is_dir():
-        raise UserError(f"{target} is a file; give a folder that does not exist yet.")
-    if not force:
-        raise UserError(
-            f"{target} exists and is not empty; give another folder, or --force to replace an "
-            f"earlier export."
-        )
-    hf_folder.refuse_foreign(target)
-
-
-@contextmanager
-def _appears_when_done(target: Path, needed_bytes: int, force: bool) -> Iterator[Path]:
-    """Gives a temporary folder beside `target`, which becomes it at the end, or vanishes."""
-    target = target.absolute()
-    partial = target.parent / f".{target.name}.partial-{os.getpid()}"
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        free = shutil.disk_usage(target.parent).free
-        if free < needed_bytes:
-            raise UserError(
-                f"{target.parent} has {free / 1e9:.2f} GB free, but the export takes "
-                f"{needed_bytes / 1e9:.2f} GB."
-            )
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir()
-        yield partial
-        if force and target.exists():
-            replaced = target.parent / f".{target.name}.replaced-{os.getpid()}"
-            target.rename(replaced)
-            partial.rename(target)
-            shutil.rmtree(replaced)
-        else:
-            partial.rename(target)
-    except OSError as error:
-        raise UserError(f"{target} cannot be written: {error.strerror or error}.") from error
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)

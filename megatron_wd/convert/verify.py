@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import copy
 import os
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_wd.config import Config, ParallelConfig
 from megatron_wd.convert.checkpoint import open_checkpoint
-from megatron_wd.convert.dcp import TensorFolder
 from megatron_wd.convert.hf_load import load_model
+from megatron_wd.convert.shape import run_around
+from megatron_wd.convert.weights import Weights, weights_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -104,21 +103,27 @@ def verify_export(
     from megatron_wd.backend.world import quiet_libraries
 
     checkpoint = open_checkpoint(Path(source), step)
-    model = checkpoint.config.model
-    length = min(sequence_tokens, checkpoint.config.train.sequence_tokens)
+    model, run = checkpoint.model, checkpoint.config
+    longest = model.max_positions or (sequence_tokens if run is None else run.train.sequence_tokens)
+    length = min(sequence_tokens, longest)
     generator = torch.Generator().manual_seed(seed)
     tokens_BS = torch.randint(model.vocab_size, (num_samples, length), generator=generator)
     with warnings.catch_warnings():
         quiet_libraries()
-        ours = _megatron_logits(checkpoint.config, checkpoint.folder, tokens_BS, dtype)
+        ours = megatron_logits(weights_of(checkpoint), tokens_BS, dtype)
     theirs = _transformers_logits(Path(hf_folder), tokens_BS)
     return compare_logits(ours, theirs, tolerance)
 
 
-def _megatron_logits(config: Config, folder: Path, tokens_BS: Tensor, dtype: str) -> Tensor:
+def megatron_logits(weights: Weights, tokens_BS: Tensor, dtype: str = "float32") -> Tensor:
     """Logits [b, s, vocab_size] of the Megatron model, without the rows of the padding.
 
     Weights come through our own reader, because Megatron's executes what it finds (see `dcp`).
+
+    Args:
+        weights: What the model is given.
+        tokens_BS: Token ids.
+        dtype: That the weights are rounded to, by its torch name; arithmetic is in fp32.
     """
     import torch
 
@@ -127,25 +132,18 @@ def _megatron_logits(config: Config, folder: Path, tokens_BS: Tensor, dtype: str
     from megatron_wd.models.build import build_model
     from megatron_wd.models.names import named_parameters
 
-    tensors = TensorFolder(folder)
+    config = run_around(weights.model)
+    config.model = replace(config.model, dropout=0.0)
+    config.train.sequence_tokens = tokens_BS.shape[1]
+    config.parallel.distributed_optimizer = False
     with single_process() as world, torch.no_grad(), cpu.cuda_requests_on_cpu():
-        model = build_model(_on_one_rank(config))
+        model = build_model(config)
         for name, parameter in named_parameters(model):
-            parameter.copy_(tensors.read(name).to(getattr(torch, dtype)))
+            parameter.copy_(weights.read(name).to(getattr(torch, dtype)))
         positions_BS = torch.arange(tokens_BS.shape[1]).expand_as(tokens_BS)
         inputs = (tokens_BS.to(world.device), positions_BS.to(world.device), None)
         logits = model[0].eval()(*inputs)
-    return logits[..., : config.model.vocab_size].float().cpu()
-
-
-def _on_one_rank(config: Config) -> Config:
-    """The same model in fp32 on one rank, without what only matters in training."""
-    result = copy.deepcopy(config)
-    result.precision = "fp32"
-    result.parallel = ParallelConfig(distributed_optimizer=False)
-    result.train.recompute = "none"
-    result.model.dropout = 0.0
-    return result
+    return logits[..., : weights.model.vocab_size].float().cpu()
 
 
 def _transformers_logits(folder: Path, tokens_BS: Tensor) -> Tensor:
