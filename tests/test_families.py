@@ -83,7 +83,7 @@ def gradients(path: str, overrides: list[str]) -> tuple[dict[str, Any], dict[str
         if step > 0:
             backward(step)
         optimizer.set_rates(step + 1)
-        update(model, optimizer.megatron, config, world)
+        update(model, optimizer, config, world)
     replicated = {
         name: param.detach().numpy().tobytes()
         for name, param in named_parameters(model)

@@ -104,3 +104,23 @@ def assert_close(run_dir: Path, reference: Path, tolerance: float) -> None:
             if key in row:
                 difference = abs(ours[step][key] - row[key])
                 assert difference <= tolerance, f"{key} at step {step} differs by {difference:.2e}"
+        for key in row if tolerance < 1e-4 else ():
+            if key.split("/")[0] in MEASURES:
+                found, wanted = ours[step][key], row[key]
+                assert abs(found - wanted) <= 1e-6 * max(1.0, wanted), f"{key}: {found} {wanted}"
+        if "weight_norm/all" in row:
+            assert_squares_add_up(ours[step])
+
+
+MEASURES = {
+    *("effective_lr", "effective_lr_by_layer", "decay_share", "relaxed", "weight_norm"),
+    *("gradient_norm", "update_norm", "weight_norm_by_layer", "equilibrium_effective_lr"),
+}
+
+
+def assert_squares_add_up(row: dict[str, float]) -> None:
+    """The kinds' squared norms make up those of everything, and that of the gradient which is clipped."""
+    for name in ("weight_norm", "gradient_norm", "update_norm"):
+        parts = [v**2 for k, v in row.items() if k.startswith(f"{name}/") and k != f"{name}/all"]
+        assert sum(parts) ** 0.5 == pytest.approx(row[f"{name}/all"], rel=1e-9)
+    assert row["gradient_norm/all"] == pytest.approx(row["grad_norm"], rel=1e-6)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from megatron_wd.config import Config
 from megatron_wd.models.names import named_parameters
 
+_VOCABULARY_TABLES = ("embedding.word_embeddings.weight", "output_layer.weight")
 _OUTPUT_PROJECTIONS = ("linear_proj.weight", "linear_fc2.weight")
 
 
@@ -52,8 +53,8 @@ def full_tensor(
 def initialize_weights(model: list[nn.Module], config: Config) -> None:
     """Fills this rank's parameters: matrices normal, norm gains one, biases zero.
 
-    Padding rows of the vocabulary are drawn like the others (each row has its place in the stream); they
-    take no part in the loss, so their gradient is zero.
+    Padding rows of the vocabulary are zero and stay so, since they take no part in the loss: norms of the
+    tables are those of the model's own rows.
     """
     from megatron.core import parallel_state
 
@@ -74,6 +75,8 @@ def initialize_weights(model: list[nn.Module], config: Config) -> None:
             weight_std(name, config),
             truncated=config.model.init == "truncated_normal",
         )
+        if name in _VOCABULARY_TABLES:
+            whole[config.model.vocab_size :] = 0.0
         param.copy_(tensor_parallel_part(whole, param, rank, size) if divided else whole)
 
 

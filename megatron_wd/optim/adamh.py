@@ -23,17 +23,16 @@ from megatron_wd.config import ModelConfig
 from megatron_wd.optim.matrices import (
     Master,
     Matrix,
+    MatrixSums,
     Piece,
-    add_rows,
     cut_into_pieces,
-    sum_over_ranks,
 )
 
 if TYPE_CHECKING:
     from megatron_wd.optim.rates import Rates
 
-# Values of a block: weight, gradient, two means and the direction stay in the caches between its passes.
-_BLOCK_VALUES = 1 << 18
+_BLOCK_VALUES = 1 << 17
+"""Values of a block: weight, gradient, two means and the direction stay in the caches between its passes."""
 _NORM_FLOOR = 1e-10
 """A direction shorter than this moves nothing, as where no gradient has come yet."""
 
@@ -47,7 +46,7 @@ class Hyperball:
     """
 
     def __init__(self, masters: list[Master], matrices: list[Matrix], model: ModelConfig) -> None:
-        """Takes the norms that the matrices have now.
+        """Takes the norms that the matrices have now. Collective.
 
         Args:
             masters: master weights of hidden matrices on this rank.
@@ -55,14 +54,14 @@ class Hyperball:
             model: the model.
         """
         self._masters, self.matrices = masters, matrices
-        device = masters[0].weight.device if masters else torch.device("cpu")
-        self._pieces = cut_into_pieces(masters, matrices, model, _BLOCK_VALUES, device)
-        squares = torch.zeros(len(matrices), dtype=torch.float64, device=device)
+        self._device = masters[0].weight.device if masters else torch.device("cpu")
+        self._pieces = cut_into_pieces(masters, matrices, model, _BLOCK_VALUES)
+        squares = MatrixSums(1, len(matrices), self._device)
         for piece in self._pieces:
             if masters[piece.master].is_counted:
                 weight = piece.of(masters[piece.master].weight.detach().view(-1))
-                add_rows(squares, piece, _row_dots(weight, weight))
-        self.radii = sum_over_ranks(squares).sqrt_()
+                squares.add(piece, torch.dot(weight, weight))
+        self.radii = squares.over_ranks()[0].sqrt()
 
     def named_radii(self) -> dict[str, float]:
         """The radii by matrix, for a checkpoint."""
@@ -72,7 +71,7 @@ class Hyperball:
     def set_radii(self, radii: Mapping[str, float]) -> None:
         """Goes on with the radii of a checkpoint."""
         values = [radii.get(matrix.name, 0.0) for matrix in self.matrices]
-        self.radii = torch.tensor(values, dtype=torch.float64, device=self.radii.device)
+        self.radii = torch.tensor(values, dtype=torch.float64, device=self._device)
 
     @torch.no_grad()
     def step(
@@ -85,38 +84,42 @@ class Hyperball:
             group: betas, eps and the number of this step, from 1.
             rates_of: the rates of a parameter.
         """
-        squares, dots, weights = torch.zeros(
-            3, len(self.matrices), dtype=torch.float64, device=self.radii.device
-        )
-        lr = torch.zeros_like(squares)
+        sums = MatrixSums(3, len(self.matrices), self._device)
+        lr = torch.zeros_like(self.radii)
+        rates = [rates_of(master.weight).lr for master in self._masters]
+        scratch = torch.empty(_BLOCK_VALUES, device=self._device)
+        count = torch.tensor(float(group["step"]), device=self._device)
         for piece in self._pieces:
             master = self._masters[piece.master]
             weight = piece.of(master.weight.view(-1))
-            direction = self._direction(piece, state[master.weight], group)
-            lr[piece.matrix] = rates_of(master.weight).lr
+            direction = scratch[: piece.last - piece.first].zero_()
+            self._descend(piece, direction, state[master.weight], group, count)
+            lr[piece.matrix] = rates[piece.master]
             if master.is_counted:
-                add_rows(squares, piece, _row_dots(direction, direction))
-                add_rows(dots, piece, _row_dots(direction, weight))
-                add_rows(weights, piece, _row_dots(weight, weight))
-        squares, dots, weights = sum_over_ranks(torch.stack((squares, dots, weights)))
-        length, scale = self._coefficients(squares, dots, weights, lr)
+                squares, dots = torch.dot(direction, direction), torch.dot(direction, weight)
+                sums.add(piece, squares, dots, torch.dot(weight, weight))
+        length, scale = (values.tolist() for values in self._coefficients(sums.over_ranks(), lr))
         for piece in self._pieces:
-            master = self._masters[piece.master]
+            master, number = self._masters[piece.master], piece.matrix
             weight = piece.of(master.weight.view(-1))
-            direction = piece.of(_gradient(master))  # where `_direction` has left it
-            weight.mul_(scale.float()[piece.matrix, None])
-            weight.addcmul_(direction, (scale * length).float()[piece.matrix, None])
+            direction = piece.of(_gradient(master))  # where `_descend` has left it
+            weight.mul_(scale[number]).add_(direction, alpha=scale[number] * length[number])
 
-    def _direction(self, piece: Piece, means: dict[str, Tensor], group: dict[str, Any]) -> Tensor:
-        """Adam's step of length one for the rows of a piece, -u: [rows, columns]; kept in place of the
+    def _descend(
+        self,
+        piece: Piece,
+        direction: Tensor,
+        means: dict[str, Tensor],
+        group: dict[str, Any],
+        count: Tensor,
+    ) -> None:
+        """Adam's step of length one for a piece, -u, into `direction` (zeros) and in place of the
         gradient."""
         master = self._masters[piece.master]
         if not means:
             means["exp_avg"] = torch.zeros_like(master.weight)
             means["exp_avg_sq"] = torch.zeros_like(master.weight)
         gradient = piece.of(_gradient(master))
-        direction = torch.zeros_like(gradient)
-        count = torch.tensor(float(group["step"]), device=gradient.device)
         # torch's fused kernel moves a weight of zero, at rate one, by Adam's direction.
         torch._fused_adamw_(  # type: ignore[attr-defined]
             [direction],
@@ -134,12 +137,10 @@ class Hyperball:
             maximize=False,
         )
         gradient.copy_(direction)
-        return direction
 
-    def _coefficients(
-        self, squares: Tensor, dots: Tensor, weights: Tensor, lr: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    def _coefficients(self, sums: Tensor, lr: Tensor) -> tuple[Tensor, Tensor]:
         """From d.d, d.w and w.w of each matrix: c and s with W <- s (W + c d), of norm R."""
+        squares, dots, weights = sums
         norm = squares.sqrt()
         length = torch.where(norm > _NORM_FLOOR, lr * self.radii / norm.clamp(min=_NORM_FLOOR), 0.0)
         moved = (weights + 2.0 * length * dots + length.square() * squares).clamp(min=0.0).sqrt()
@@ -152,8 +153,3 @@ def _gradient(master: Master) -> Tensor:
     gradient = master.weight.grad
     assert gradient is not None, f"{master.parameter} has no gradient"
     return gradient.view(-1)
-
-
-def _row_dots(a: Tensor, b: Tensor) -> Tensor:
-    """Scalar product of each row: [rows, columns] twice -> [rows]."""
-    return (a * b).sum(dim=1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,6 +36,7 @@ class RatedOptimizer:
         rules: what was decided for each parameter of the whole model.
         matrices: all matrices of the model.
         hyperball: AdamH's matrices; None under other optimizers.
+        rates_of: rates of a master weight of this rank at the step of `set_rates`.
     """
 
     megatron: MegatronOptimizer
@@ -43,6 +44,7 @@ class RatedOptimizer:
     rules: Mapping[str, ParameterRule]
     matrices: list[Matrix]
     hyperball: Hyperball | None = None
+    rates_of: Callable[[Tensor], Rates] = field(init=False)
     _rule_of: dict[int, ParameterRule] = field(default_factory=dict)
     _adams: list[PerParameterRates] = field(default_factory=list)
 
@@ -53,12 +55,14 @@ class RatedOptimizer:
             step: from 1. Nothing is remembered, so a resumed run computes the same.
         """
         rates = {key: rates_at(step, rule, self.config) for key, rule in self._rule_of.items()}
+        self.rates_of = lambda weight: rates[id(weight)]
         for adam in self._adams:
-            adam.rates_of = lambda weight: rates[id(weight)]
+            adam.rates_of = self.rates_of
 
-    def rule_of(self, weight: Tensor) -> ParameterRule:
-        """What was decided for a master weight of this rank."""
-        return self._rule_of[id(weight)]
+    def decayed(self, step: int) -> dict[str, float]:
+        """The part of each parameter of the whole model that decays at a step."""
+        rules = self.rules.items()
+        return {name: rates_at(step, rule, self.config).decayed for name, rule in rules}
 
 
 def rates_at(step: int, rule: ParameterRule, config: Config) -> Rates:

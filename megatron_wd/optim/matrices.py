@@ -1,9 +1,9 @@
-"""The matrices of a model, as this rank holds them: pieces of rows, summed over ranks by matrix.
+"""The matrices of a model, as this rank holds them: in pieces, summed over ranks by matrix.
 
 Megatron packs query, key and value in one tensor and gate and up in another; tensor parallelism divides
 rows or columns, and the distributed optimizer cuts what is left anywhere. Here every fp32 master weight
-becomes blocks of rows that know which matrix each row belongs to, so that a sum over a matrix is a sum
-over rows here and one reduction over all ranks.
+becomes pieces that lie within one matrix, so that a sum over a matrix is a sum over pieces here and one
+reduction over all ranks.
 """
 
 from __future__ import annotations
@@ -202,74 +202,65 @@ def _pairs(optimizer: Any) -> Iterator[tuple[Any, Tensor]]:
 
 @dataclass(frozen=True)
 class Piece:
-    """Rows of a master weight that can be worked on as a matrix.
+    """A part of a master weight that lies within one matrix.
 
     Attributes:
         master: index of the master weight in the list that the pieces were made from.
         first, last: its place in the flattened master weight.
-        shape: [rows, columns]; a row may be a part of a row of the parameter, where it was cut.
-        matrix: number of the matrix that each row belongs to: int64 [rows].
+        matrix: number of the matrix.
     """
 
     master: int
     first: int
     last: int
-    shape: tuple[int, int]
-    matrix: Tensor
+    matrix: int
 
     def of(self, flat: Tensor) -> Tensor:
-        """This piece of a flat tensor laid out like the master weight: [rows, columns], a view."""
-        return flat[self.first : self.last].view(self.shape)
+        """This piece of a flat tensor laid out like the master weight, a view."""
+        return flat[self.first : self.last]
 
 
 def cut_into_pieces(
-    masters: Iterable[Master],
-    matrices: list[Matrix],
-    model: ModelConfig,
-    block_values: int,
-    device: torch.device,
+    masters: Iterable[Master], matrices: list[Matrix], model: ModelConfig, block_values: int
 ) -> list[Piece]:
-    """Divides master weights into blocks of whole rows, of about `block_values` values each.
-
-    Where the distributed optimizer has cut through a row, its part is a piece of one row.
-    """
+    """Divides master weights into blocks of at most `block_values` values of one matrix."""
     first_matrix: dict[str, int] = {}
     for number, matrix in enumerate(matrices):
         first_matrix.setdefault(matrix.parameter, number)
     pieces = []
     for index, master in enumerate(masters):
         kinds = row_kinds(kinds_of(master.parameter, model), master.rows, model)
-        of_row = (kinds + first_matrix[master.parameter]).to(device)
-        columns, begin = master.columns, master.start
-        end = begin + master.weight.numel()
-        step = max(1, block_values // columns)
-        while begin < end:
-            row = begin // columns
-            if begin % columns or end - begin < columns:  # a part of a row
-                stop = min(end, (row + 1) * columns)
-                rows, shape = slice(row, row + 1), (1, stop - begin)
-            else:
-                count = min(step, (end - begin) // columns)
-                stop, rows = begin + count * columns, slice(row, row + count)
-                shape = (count, columns)
-            place = (begin - master.start, stop - master.start)
-            pieces.append(Piece(index, *place, shape, of_row[rows]))
-            begin = stop
+        end = master.start + master.weight.numel()
+        row = 0
+        for kind, count in zip(*torch.unique_consecutive(kinds, return_counts=True), strict=True):
+            begin = max(master.start, row * master.columns)
+            row += int(count)
+            stop = min(end, row * master.columns)
+            for first in range(begin, stop, block_values):
+                place = (first - master.start, min(first + block_values, stop) - master.start)
+                pieces.append(Piece(index, *place, first_matrix[master.parameter] + int(kind)))
     return pieces
 
 
-def sum_over_ranks(sums: Tensor) -> Tensor:
-    """Adds up sums by matrix over all ranks, in place."""
-    dist.all_reduce(sums)
-    return sums
+class MatrixSums:
+    """Adds up values of pieces by matrix, over all ranks."""
 
+    def __init__(self, num_values: int, num_matrices: int, device: torch.device) -> None:
+        """Starts `num_values` sums for each matrix at zero."""
+        self._sums = torch.zeros(num_values, num_matrices, dtype=torch.float64, device=device)
+        self._matrices: list[int] = []
+        self._values: list[Tensor] = []
 
-def add_rows(sums: Tensor, piece: Piece, values: Tensor) -> None:
-    """Adds a value per row to the sum of the row's matrix.
+    def add(self, piece: Piece, *values: Tensor) -> None:
+        """Adds a value of a piece to each of the sums of its matrix."""
+        self._matrices.append(piece.matrix)
+        self._values.extend(values)
 
-    Args:
-        sums: float64 [matrices].
-        piece: the rows.
-        values: [rows].
-    """
-    sums.index_add_(0, piece.matrix, values.double())
+    def over_ranks(self) -> Tensor:
+        """The sums of all ranks: float64 [values, matrices]. Collective."""
+        if self._values:
+            index = torch.tensor(self._matrices, device=self._sums.device)
+            values = torch.stack(self._values).double().view(len(index), -1).t()
+            self._sums.index_add_(1, index, values)
+        dist.all_reduce(self._sums)
+        return self._sums

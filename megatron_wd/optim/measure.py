@@ -15,19 +15,18 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from megatron.core.optimizer import MegatronOptimizer
-from torch import Tensor, nn
+from torch import Tensor
 
 from megatron_wd.config import ModelConfig
 from megatron_wd.optim.matrices import (
+    Master,
     Matrix,
-    add_rows,
+    MatrixSums,
     cut_into_pieces,
-    master_weights,
-    sum_over_ranks,
 )
+from megatron_wd.optim.rates import Rates
 
-_BLOCK_VALUES = 1 << 18
+_BLOCK_VALUES = 1 << 17
 
 
 @dataclass(frozen=True)
@@ -45,7 +44,7 @@ class StepMeasures:
         decay_share: ||d W|| / (||d W|| + ||W' - (1 - d) W||).
         equilibrium_norm: ||W' - (1 - d) W|| / sqrt(d (2 - d)), where the norm stops changing at this
             rate and decay if steps are at right angles to the weight; infinite without decay.
-        equilibrium_effective_lr: sqrt(2 d), the effective rate there.
+        equilibrium_effective_lr: sqrt(2 d), the effective rate there; under AdamH the rate itself.
     """
 
     weight_norm: Tensor
@@ -62,80 +61,63 @@ class StepMeasures:
 class StepMeter:
     """Measures a step from its two sides: `before` the update and `after` it."""
 
-    def __init__(
-        self,
-        model: list[nn.Module],
-        optimizer: MegatronOptimizer,
-        matrices: list[Matrix],
-        config: ModelConfig,
-    ) -> None:
+    def __init__(self, masters: list[Master], matrices: list[Matrix], config: ModelConfig) -> None:
         """Finds the parts of all matrices on this rank.
 
         Args:
-            model: this rank's chunks.
-            optimizer: Megatron's optimizer over them.
+            masters: this rank's master weights.
             matrices: all matrices of the model.
             config: the model's shape.
         """
         self.matrices = matrices
-        self._masters = [m for m in master_weights(model, optimizer) if m.is_counted]
-        device = self._masters[0].weight.device if self._masters else torch.device("cpu")
-        self._pieces = cut_into_pieces(self._masters, matrices, config, _BLOCK_VALUES, device)
+        self._masters = [master for master in masters if master.is_counted]
+        self._device = self._masters[0].weight.device if self._masters else torch.device("cpu")
+        self._pieces = cut_into_pieces(self._masters, matrices, config, _BLOCK_VALUES)
         hidden = [matrix.is_hidden for matrix in matrices]
-        self._hidden = torch.tensor(hidden, device=device)
+        self._hidden = torch.tensor(hidden, device=self._device)
         self._before: list[Tensor] = []
-        self._squares: Tensor | None = None
+        self._sums = self._start(2)
 
-    def _sums(self, count: int) -> Tensor:
-        return torch.zeros(
-            count, len(self.matrices), dtype=torch.float64, device=self._hidden.device
-        )
+    def _start(self, num_values: int) -> MatrixSums:
+        return MatrixSums(num_values, len(self.matrices), self._device)
 
     @torch.no_grad()
     def before(self) -> None:
         """Keeps the weights, and takes their norms and those of the gradients."""
-        sums = self._sums(2)
-        if not self._before:
-            self._before = [torch.empty_like(m.weight.view(-1)) for m in self._masters]
+        self._sums = self._start(2)
+        self._before = [torch.empty_like(m.weight.view(-1)) for m in self._masters]
+        zero = torch.zeros((), device=self._device)
         for piece in self._pieces:
             master = self._masters[piece.master]
             weight = piece.of(master.weight.view(-1))
             piece.of(self._before[piece.master]).copy_(weight)
-            add_rows(sums[0], piece, _row_squares(weight))
             gradient = master.weight.grad
             if gradient is not None:
-                add_rows(sums[1], piece, _row_squares(piece.of(gradient.view(-1))))
-        self._squares = sums
+                gradient = piece.of(gradient.view(-1))
+            squares = zero if gradient is None else torch.dot(gradient, gradient)
+            self._sums.add(piece, torch.dot(weight, weight), squares)
 
     @torch.no_grad()
-    def after(self, decay_of: Callable[[Tensor], float]) -> StepMeasures:
-        """Compares with the weights before. Collective.
+    def after(self, rates_of: Callable[[Tensor], Rates]) -> StepMeasures:
+        """Compares with the weights before, and lets go of those. Collective.
 
         Args:
-            decay_of: the part of a master weight that decayed in this step, d.
+            rates_of: what the step did to a master weight.
         """
-        assert self._squares is not None, "before() comes first"
-        sums = torch.cat((self._squares, self._sums(4)))
-        old_squares, gradient_squares, new_squares, update_squares, along, decay = sums
+        sums = self._start(3)
         for piece in self._pieces:
-            master = self._masters[piece.master]
-            new = piece.of(master.weight.view(-1))
+            new = piece.of(self._masters[piece.master].weight.view(-1))
             old = piece.of(self._before[piece.master])
             update = new - old
-            add_rows(new_squares, piece, _row_squares(new))
-            add_rows(update_squares, piece, _row_squares(update))
-            add_rows(along, piece, (update * old).sum(dim=1))
-            decay[piece.matrix] = decay_of(master.weight)
-        owners = self._sums(1)[0]
-        for piece in self._pieces:
-            owners[piece.matrix] = 1.0
-        sums = sum_over_ranks(torch.cat((sums, owners[None])))
-        old_squares, gradient_squares, new_squares, update_squares, along, decay, owners = sums
-        decay = decay / owners.clamp(min=1.0)
+            sums.add(piece, torch.dot(new, new), torch.dot(update, update), torch.dot(update, old))
+        old_squares, gradient_squares = self._sums.over_ranks()
+        new_squares, update_squares, along = sums.over_ranks()
+        decay, fixed_lr = self._rates(rates_of)
         turned, jointly = self._turned(old_squares, new_squares)
         descent = update_squares + 2.0 * decay * along + decay.square() * old_squares
         descent, lost = descent.clamp(min=0.0).sqrt(), decay * old_squares.sqrt()
-        return StepMeasures(
+        self._before = []
+        measures = StepMeasures(
             weight_norm=new_squares.sqrt(),
             gradient_norm=gradient_squares.sqrt(),
             update_norm=update_squares.sqrt(),
@@ -144,31 +126,44 @@ class StepMeter:
             decay=decay,
             decay_share=lost / (lost + descent).clamp(min=1e-300),
             equilibrium_norm=descent / (decay * (2.0 - decay)).sqrt(),
-            equilibrium_effective_lr=(2.0 * decay).sqrt(),
+            equilibrium_effective_lr=(2.0 * decay).sqrt() + fixed_lr,
         )
+        return StepMeasures(**{name: value.cpu() for name, value in vars(measures).items()})
 
     def _turned(self, old_squares: Tensor, new_squares: Tensor) -> tuple[Tensor, Tensor]:
         """Lengths of the differences of directions: of each matrix, and of its part of the one vector
         of all hidden matrices."""
 
         def inverse(squares: Tensor) -> Tensor:
-            return torch.where(squares > 0.0, squares.rsqrt(), 0.0).float()
+            return torch.where(squares > 0.0, squares.rsqrt(), 0.0)
 
         old, new = inverse(old_squares), inverse(new_squares)
         joint_old = inverse((old_squares * self._hidden).sum()) * self._hidden
         joint_new = inverse((new_squares * self._hidden).sum()) * self._hidden
-        sums = self._sums(2)
+        sums = self._start(2)
+        each, joint = (
+            [(float(a), float(b)) for a, b in zip(*pair, strict=True)]
+            for pair in ((old, new), (joint_old, joint_new))
+        )
         for piece in self._pieces:
             before = piece.of(self._before[piece.master])
             after = piece.of(self._masters[piece.master].weight.view(-1))
-            for into, a, b in ((sums[0], old, new), (sums[1], joint_old, joint_new)):
-                difference = after * b[piece.matrix, None]
-                difference.addcmul_(before, a[piece.matrix, None], value=-1.0)
-                add_rows(into, piece, _row_squares(difference))
-        each, joint = sum_over_ranks(sums).sqrt()
-        return each, joint
+            turned = []
+            for inverses in (each, joint):
+                a, b = inverses[piece.matrix]
+                difference = (after * b).sub_(before, alpha=a)
+                turned.append(torch.dot(difference, difference))
+            sums.add(piece, *turned)
+        of_each, of_all = sums.over_ranks().sqrt()
+        return of_each, of_all
 
-
-def _row_squares(x: Tensor) -> Tensor:
-    """Sum of squares of each row: [rows, columns] -> [rows]."""
-    return torch.linalg.vector_norm(x, dim=1).square()
+    def _rates(self, rates_of: Callable[[Tensor], Rates]) -> tuple[Tensor, Tensor]:
+        """Decay of every matrix, and the rate of those of AdamH: the same on each rank that holds one."""
+        sums = self._start(3)
+        for piece in self._pieces:
+            rates = rates_of(self._masters[piece.master].weight)
+            fixed_lr = rates.lr if rates.is_hyperball else 0.0
+            values = torch.tensor((rates.decayed, fixed_lr, 1.0), dtype=torch.float64)
+            sums.add(piece, *values.to(self._device))
+        decay, fixed_lr, holders = sums.over_ranks()
+        return decay / holders.clamp(min=1.0), fixed_lr / holders.clamp(min=1.0)

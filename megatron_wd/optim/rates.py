@@ -33,6 +33,11 @@ class Rates:
     independent_decay: float = 0.0
     is_hyperball: bool = False
 
+    @property
+    def decayed(self) -> float:
+        """d, the part of the weight that decays: theta <- (1 - d) theta."""
+        return self.lr * self.weight_decay + self.independent_decay
+
 
 class PerParameterRates(torch.optim.Optimizer):
     """Gives an Adam (torch's, Transformer Engine's or Apex's) rates of its own for every parameter.

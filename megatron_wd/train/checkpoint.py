@@ -9,11 +9,12 @@ tokenizer. It can be loaded on another layout, optimizer state included.
 
 from __future__ import annotations
 
+import math
 import os
 import queue
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -50,11 +51,25 @@ class Progress:
         step: updates done.
         consumed_samples: samples trained on.
         radii: norm at which AdamH keeps each matrix; empty under other optimizers.
+        log_kept: for each parameter, the logarithm of what decay has left of its first squared norm.
     """
 
     step: int = 0
     consumed_samples: int = 0
     radii: dict[str, float] = field(default_factory=dict)
+    log_kept: dict[str, float] = field(default_factory=dict)
+
+    def advance(self, samples: int, decayed: Mapping[str, float]) -> None:
+        """Counts an update that trained on `samples` and took a part `decayed` of each parameter."""
+        self.step += 1
+        self.consumed_samples += samples
+        for name, part in decayed.items():
+            self.log_kept[name] = self.log_kept.get(name, 0.0) + 2.0 * math.log1p(-part)
+
+    def relaxed(self, parameter: str) -> float:
+        """How far a parameter's squared norm has gone from its first value to its equilibrium, 0 to 1: what
+        decay has taken of the first, when steps are at right angles to the weight."""
+        return -math.expm1(self.log_kept.get(parameter, 0.0))
 
 
 def iteration_name(step: int) -> str:

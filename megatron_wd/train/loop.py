@@ -18,9 +18,11 @@ from megatron_wd.backend.world import World, memory_bytes, seed_step
 from megatron_wd.config import Config
 from megatron_wd.data.dataset import SampleStream
 from megatron_wd.optim.build import RatedOptimizer
+from megatron_wd.optim.measure import StepMeter
 from megatron_wd.optim.schedule import decay_factor, learning_rate
 from megatron_wd.train.batches import evaluation_batches, train_batches
 from megatron_wd.train.checkpoint import Checkpointer, Progress
+from megatron_wd.train.matrices_log import MatricesLog
 from megatron_wd.train.metrics import MetricsWriter, Row, Stopwatch, progress_line
 from megatron_wd.train.step import (
     NonFiniteError,
@@ -45,7 +47,9 @@ class Run:
         train_data, valid_data: samples; no validation data, no evaluation.
         checkpointer: saves.
         progress: where the run stands.
+        meter: measures what a step does to every matrix; None where that is turned off.
         metrics: writes rows; None on all ranks but the main one.
+        matrices_log: keeps the measures of every matrix; likewise.
         peak_tflops: of one rank, for `mfu`; None where unknown.
         lock: keeps other runs out of the run folder.
     """
@@ -58,7 +62,9 @@ class Run:
     valid_data: SampleStream | None
     checkpointer: Checkpointer
     progress: Progress
+    meter: StepMeter | None
     metrics: MetricsWriter | None
+    matrices_log: MatricesLog | None
     peak_tflops: float | None
     lock: object
 
@@ -94,26 +100,30 @@ def train(run: Run, stop: StopSignal) -> bool:
         try:
             loss, stop_now = agree(local_loss, stop.requested, world)
             run.optimizer.set_rates(step)
-            grad_norm = update(run.model, run.optimizer.megatron, config, world)
+            meter = run.meter if _due(step, config.log.matrices_every_steps, False) else None
+            grad_norm, measures = update(run.model, run.optimizer, config, world, meter)
         except NonFiniteError as error:
             raise NonFiniteError(
                 f"step {step}: {error} is not finite; stopped before the weights changed"
             ) from None
 
-        progress.step = step
-        progress.consumed_samples += config.train.global_batch_samples
+        progress.advance(config.train.global_batch_samples, run.optimizer.decayed(step))
         watch.add(time.perf_counter() - started)
 
         at_end = step == config.steps
         row: Row = {}
         if _due(step, config.log.every_steps, at_end):
             row |= _measure(run, watch, loss, lr, grad_norm)
+        if measures is not None and run.matrices_log is not None:
+            row |= run.matrices_log.add(step, measures, progress.relaxed)
         if run.valid_data is not None and _due(step, config.evaluate.every_steps, at_end):
             row |= _evaluate(run, run.valid_data)
         if row and run.metrics is not None:
             run.metrics.write(step, row)
         run.checkpointer.poll()
         if _due(step, config.checkpoint.every_steps, at_end or stop_now):
+            if run.matrices_log is not None:
+                run.matrices_log.flush()
             run.checkpointer.save(progress)
         if stop_now:
             run.checkpointer.wait()

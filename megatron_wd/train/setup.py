@@ -11,7 +11,8 @@ from megatron_wd.backend.world import World, run_on_main
 from megatron_wd.config import Config, UserError, resolved_yaml
 from megatron_wd.models.build import build_model, check_runtime, distribute_model
 from megatron_wd.optim.build import build_optimizer
-from megatron_wd.optim.matrices import gather_shapes
+from megatron_wd.optim.matrices import gather_shapes, master_weights
+from megatron_wd.optim.measure import StepMeter
 from megatron_wd.optim.rules import resolve_rules, table_text
 from megatron_wd.train import startup
 from megatron_wd.train.checkpoint import (
@@ -23,6 +24,7 @@ from megatron_wd.train.checkpoint import (
 )
 from megatron_wd.train.inputs import check_data_fits, open_data
 from megatron_wd.train.loop import Run
+from megatron_wd.train.matrices_log import MatricesLog
 from megatron_wd.train.metrics import MetricsWriter
 from megatron_wd.train.step import prepare_schedules
 from megatron_wd.train.throughput import peak_tflops
@@ -69,12 +71,18 @@ def set_up(config: Config, world: World) -> Run:
             f"run_dir {run_dir} has {progress.step} steps already, more than the {config.steps} of this "
             "config. Train longer, or choose another run_dir."
         )
-    metrics: list[MetricsWriter] = []  # of the main rank
+    measured = config.log.matrices_every_steps is not None
+    masters = list(master_weights(model, optimizer.megatron))
+    meter = StepMeter(masters, optimizer.matrices, config.model) if measured else None
+    metrics: list[MetricsWriter] = []  # of the main rank, as is the log of matrices
+    matrices_log: list[MatricesLog] = []
 
     def write_start() -> None:
         (run_dir / "weight_decay.tsv").write_text(table_text(rules.values()))
         startup.write_provenance(config, world)
         metrics.append(MetricsWriter(config, progress.step))
+        if measured:
+            matrices_log.append(MatricesLog(run_dir, optimizer.matrices, progress.step))
         for name in interrupted_saves(run_dir):
             print(f"warning: an earlier save of {name} was cut off; it is ignored and removed")
         if newest is not None:
@@ -90,7 +98,9 @@ def set_up(config: Config, world: World) -> Run:
         valid_data=data.valid,
         checkpointer=Checkpointer(config, model, optimizer, world, data.tokenizer.save),
         progress=progress,
+        meter=meter,
         metrics=metrics[0] if metrics else None,
+        matrices_log=matrices_log[0] if matrices_log else None,
         peak_tflops=peak[0],
         lock=lock,
     )

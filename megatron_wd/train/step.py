@@ -21,6 +21,8 @@ from megatron_wd.backend import cpu
 from megatron_wd.backend.world import World
 from megatron_wd.config import Config
 from megatron_wd.models.names import named_parameters
+from megatron_wd.optim.build import RatedOptimizer
+from megatron_wd.optim.measure import StepMeasures, StepMeter
 from megatron_wd.train.batches import Batch
 
 
@@ -126,19 +128,31 @@ def agree(local: Tensor | None, stop_requested: bool, world: World) -> tuple[Ste
 
 
 def update(
-    model: list[nn.Module], optimizer: MegatronOptimizer, config: Config, world: World
-) -> float:
-    """Clips the gradient and updates the weights.
+    model: list[nn.Module],
+    optimizer: RatedOptimizer,
+    config: Config,
+    world: World,
+    meter: StepMeter | None = None,
+) -> tuple[float, StepMeasures | None]:
+    """Clips the gradient and updates the weights, with the rates that were set.
+
+    Args:
+        model: this rank's chunks.
+        optimizer: updates them.
+        config: the run.
+        world: this rank's place.
+        meter: measures what the step does to every matrix, where given.
 
     Returns:
-        The global L2 norm of the gradient before clipping.
+        The global L2 norm of the gradient before clipping, and the measures.
 
     Raises:
         NonFiniteError: on every rank and before any weight changes, where the norm is not finite.
     """
+    megatron = optimizer.megatron
     with cpu.cuda_requests_on_cpu():
-        optimizer.prepare_grads()
-        norm = float(optimizer.get_grad_norm())
+        megatron.prepare_grads()
+        norm = float(megatron.get_grad_norm())
         if not math.isfinite(norm):
             bad = [
                 name
@@ -146,11 +160,13 @@ def update(
                 if not bool(torch.isfinite(param.main_grad).all())  # type: ignore[attr-defined]
             ]
             raise NonFiniteError(_where(f"gradient of {bad[0]}" if bad else None, world))
+        if meter is not None:
+            meter.before()
         if config.optim.clip_grad_norm > 0.0:
-            params: list[Any] = optimizer.get_parameters()
+            params: list[Any] = megatron.get_parameters()
             clip_grad_by_total_norm_fp32(params, config.optim.clip_grad_norm, norm)
-        optimizer.step_with_ready_grads()
-    return norm
+        megatron.step_with_ready_grads()
+    return norm, None if meter is None else meter.after(optimizer.rates_of)
 
 
 def _where(mine: str | None, world: World) -> str:
