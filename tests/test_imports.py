@@ -22,6 +22,7 @@ ROOMS = (
     "optim",
     "analysis",
     "train",
+    "finetune",
     "evals",
     "scaling",
     "study",
