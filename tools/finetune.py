@@ -37,7 +37,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         "--grid",
         metavar="key=A,B",
         nargs="+",
-        help="run every combination, one after the other, in folders below run_dir; finished ones are skipped",
+        help="run every combination, each in a folder below run_dir; finished ones are skipped",
     )
     parser.add_argument(
         "--print-config", action="store_true", help="print what would run, and stop"

@@ -54,10 +54,8 @@ def _check_fields(place: str, present: Sequence[str], fields: set[str]) -> None:
 def _json_rows(file: InputFile, fields: set[str]) -> Iterator[Row]:
     from megatron_wd.data.readers import is_compressed, open_compressed
 
-    stream: Any = (
-        open_compressed(file.path)[0] if is_compressed(file.path) else open(file.path, "rb")
-    )  # noqa: SIM115
-    with stream:
+    opened: Any = open_compressed(file.path)[0] if is_compressed(file.path) else None
+    with opened or open(file.path, "rb") as stream:
         for place, row in _json_values(file.path, stream):
             if not isinstance(row, dict):
                 kind = type(row).__name__

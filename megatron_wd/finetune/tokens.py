@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -12,7 +11,7 @@ import numpy as np
 
 from megatron_wd.config import UserError
 from megatron_wd.finetune.schema import CONTENT, FinetuneConfig
-from megatron_wd.finetune.task import Example, RowCounts, count_warnings, read_examples
+from megatron_wd.finetune.task import RowCounts, count_warnings, read_examples
 
 IGNORED = -100  # the label of a token that no loss is computed for, in torch and transformers
 _BATCH = 1000  # examples tokenized at once
