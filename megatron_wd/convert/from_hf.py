@@ -59,8 +59,8 @@ def import_folder(
 ) -> ImportReport:
     """Writes a Megatron checkpoint that runs of any layout can start from.
 
-    `out` appears only when all of it is written. Memory: about the largest tensor, twice where it
-    holds several of the source's. No code of the source runs, and only safetensors are read.
+    `out` appears only when all of it is written. Memory: about two of the largest tensors.
+    No code of the source runs, and only safetensors are read.
 
     Args:
         source: A Hugging Face folder.
@@ -82,8 +82,8 @@ def import_folder(
     notes = _notes(weights)
     with appears_when_done(target, total, force) as partial:
         with TensorWriter(partial) as writer:
-            for tensors in weights.tensors:
-                writer.write(tensors.name, weights.read(tensors.name))
+            for tensors, values in weights.read_ahead():
+                writer.write(tensors.name, values)
                 written += sizes[tensors.name]
                 if progress is not None:
                     progress(written, total)

@@ -20,7 +20,13 @@ Shape = tuple[int, ...]
 
 
 class Packing(Protocol):
-    """How one or several Hugging Face tensors lie in one Megatron tensor."""
+    """How one or several Hugging Face tensors lie in one Megatron tensor.
+
+    Attributes:
+        whole_rows: Whether each part is a run of its rows, so that `unpack` returns contiguous views.
+    """
+
+    whole_rows: bool
 
     def packed_shape(self, shapes: Sequence[Shape], model: ModelConfig) -> Shape:
         """Returns the shape of the Megatron tensor, given the shape of each part."""
@@ -37,6 +43,8 @@ class Packing(Protocol):
 
 class _Stacked:
     """The parts one after the other: [gate; up], or a single tensor that is equal on both sides."""
+
+    whole_rows = True
 
     def packed_shape(self, shapes: Sequence[Shape], model: ModelConfig) -> Shape:
         return (sum(shape[0] for shape in shapes), *shapes[0][1:])
@@ -56,6 +64,8 @@ class _PerGroup:
     Megatron packs them so that each tensor-parallel rank gets whole groups. Query head h belongs to
     group h // (heads / groups) on both sides, and both keep the two rotary halves of a head apart.
     """
+
+    whole_rows = False
 
     def packed_shape(self, shapes: Sequence[Shape], model: ModelConfig) -> Shape:
         return STACKED.packed_shape(shapes, model)
@@ -77,6 +87,8 @@ class _PerGroup:
 class _PaddedRows:
     """One tensor with a row per token id, padded with rows of zeros that belong to no token."""
 
+    whole_rows = True
+
     def packed_shape(self, shapes: Sequence[Shape], model: ModelConfig) -> Shape:
         return (model.padded_vocab_size, *shapes[0][1:])
 
@@ -96,6 +108,8 @@ class _PaddedRows:
 class _Transposed:
     """One matrix that Hugging Face keeps as [in, out] (GPT-2's Conv1D), Megatron as [out, in]."""
 
+    whole_rows = False
+
     def packed_shape(self, shapes: Sequence[Shape], model: ModelConfig) -> Shape:
         return shapes[0][::-1]
 
@@ -111,6 +125,8 @@ class _FusedPerGroup:
 
     A bias [3 h], or a matrix [h, 3 h] that is transposed besides; in Megatron by head, as above.
     """
+
+    whole_rows = False
 
     def packed_shape(self, shapes: Sequence[Shape], model: ModelConfig) -> Shape:
         return shapes[0][::-1]

@@ -65,8 +65,12 @@ class SafetensorsFolder:
         if weight_map is not None:
             _check_index(folder, weight_map, self.tensors)
 
-    def read(self, name: str) -> Tensor:
+    def read(self, name: str, out: Tensor | None = None) -> Tensor:
         """Reads one tensor into CPU memory; fp16 becomes fp32, which holds all of its values.
+
+        Args:
+            name: Its name.
+            out: Where to, of its shape and contiguous; None for memory of its own.
 
         Raises:
             UserError: If it cannot be read.
@@ -74,7 +78,9 @@ class SafetensorsFolder:
         import torch
 
         entry = self.tensors[name]
-        tensor = torch.empty(entry.shape, dtype=getattr(torch, entry.dtype))
+        dtype = getattr(torch, entry.dtype)
+        direct = out is not None and out.dtype == dtype
+        tensor = out if direct and out is not None else torch.empty(entry.shape, dtype=dtype)
         view = memoryview(tensor.view(-1).view(torch.uint8).numpy())
         with entry.file.open("rb", buffering=0) as file:
             file.seek(entry.start_bytes)
@@ -83,6 +89,8 @@ class SafetensorsFolder:
                 if not count:
                     raise UserError(f"{entry.file} ends within tensor {name}.")
                 view = view[count:]
+        if out is not None:
+            return out if direct else out.copy_(tensor)
         return tensor.float() if entry.dtype == "float16" else tensor
 
     def dtype(self, name: str) -> str:

@@ -30,6 +30,7 @@ _STORAGES = {
     "ByteStorage": ("uint8", 1),
     "BoolStorage": ("bool", 1),
 }
+STORAGES_BY_DTYPE = {dtype: name for name, (dtype, _) in _STORAGES.items()}
 
 
 class Window(io.RawIOBase):

@@ -68,8 +68,7 @@ def export_checkpoint(
 ) -> ExportReport:
     """Exports a checkpoint of any layout for transformers.
 
-    `out` appears only when all of it is written. Memory: about the largest tensor, twice where it
-    is stored in several parts.
+    `out` appears only when all of it is written. Memory: about two of the largest tensors.
 
     Args:
         source: A run folder, its `checkpoints` folder, or one checkpoint.
@@ -99,8 +98,8 @@ def export_checkpoint(
         _write_surroundings(checkpoint, partial, dtype_name, tokenizer)
         written = 0
         with ShardWriter(partial, plan, dtype_name) as writer:
-            for tensors in weights.tensors:
-                parts = tensors.unpack(weights.read(tensors.name), weights.model)
+            for tensors, values in weights.read_ahead():
+                parts = tensors.unpack(values, weights.model)
                 for hf_name, part in parts.items():
                     writer.write(hf_name, part)
                     written += Entry(hf_name, tuple(part.shape)).num_bytes(dtype_name)

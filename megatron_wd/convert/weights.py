@@ -7,7 +7,9 @@ Megatron-LM's GPTModel. Every rank of a run can open the same ones and read what
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -90,6 +92,21 @@ class Weights:
             UserError: If it cannot be read.
         """
         return self._sources[name].read()
+
+    def read_ahead(self) -> Iterator[tuple[Tensors, Tensor]]:
+        """Reads all tensors, in the order of the layers, the next one while the caller has this one.
+
+        Disk and caller work at the same time, for the memory of two tensors.
+        """
+        with ThreadPoolExecutor(1) as pool:
+            waiting: deque[tuple[Tensors, Future[Tensor]]] = deque()
+            for tensors in self.tensors:
+                waiting.append((tensors, pool.submit(self.read, tensors.name)))
+                if len(waiting) == 2:
+                    first, future = waiting.popleft()
+                    yield first, future.result()
+            for last, future in waiting:
+                yield last, future.result()
 
 
 def open_weights(path: Path, step: int | None = None) -> Weights:
@@ -231,7 +248,17 @@ def _hf_reader(
     folder: SafetensorsFolder, stored: dict[str, str], tensors: Tensors, model: ModelConfig
 ) -> Callable[[], Tensor]:
     def read() -> Tensor:
-        return tensors.pack({name: folder.read(own) for name, own in stored.items()}, model)
+        import torch
+
+        if not tensors.packing.whole_rows:
+            return tensors.pack({name: folder.read(own) for name, own in stored.items()}, model)
+        dtype = getattr(torch, _packed_dtype(folder, stored))
+        packed = torch.empty(tensors.megatron_shape, dtype=dtype)
+        rows = sum(shape[0] for _, shape in tensors.hf)
+        packed[rows:] = 0  # what pads the vocabulary
+        for name, part in tensors.unpack(packed, model).items():
+            folder.read(stored[name], part)
+        return packed
 
     return read
 
