@@ -7,17 +7,18 @@ import math
 import time
 import warnings
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
 from transformers import PrinterCallback, TrainerCallback
-from trl import SFTConfig, SFTTrainer
+from trl.trainer.sft_config import SFTConfig
+from trl.trainer.sft_trainer import SFTTrainer
 
 from megatron_wd.backend.signals import StopSignal
 from megatron_wd.finetune.run_folder import COMPLETE, checkpoints_dir, keep_only
 from megatron_wd.finetune.schema import FinetuneConfig, accumulation_steps
 from megatron_wd.train.metrics import MetricsWriter, progress_line
+from megatron_wd.train.tensorboard import ScalarEvents
 
 _SCHEDULES = {"cosine": "cosine", "linear": "linear", "constant": "constant_with_warmup"}
 
@@ -108,10 +109,8 @@ class RunCallback(TrainerCallback):
         """Opens the files of the main rank."""
         self._logged_at, self._logged_tokens = time.monotonic(), state.num_input_tokens_seen
         if state.is_world_process_zero:
-            where = SimpleNamespace(
-                run_dir=str(self._run_dir), log=SimpleNamespace(tensorboard=True)
-            )
-            self._writer = MetricsWriter(cast(Any, where), self._resume_step)
+            events = ScalarEvents(self._run_dir, self._resume_step)
+            self._writer = MetricsWriter(self._run_dir, self._resume_step, events)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Ends the run after this step where a signal came to any rank."""
