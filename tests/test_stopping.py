@@ -184,7 +184,7 @@ def _train_with_nan(config: str, override: str) -> tuple[str, bool]:
     run = set_up(loaded, world)
     parameters = [p for chunk in run.model for p in chunk.parameters()]
     before: list[torch.Tensor] = []
-    update = run.optimizer.step_with_ready_grads
+    update = run.optimizer.megatron.step_with_ready_grads
 
     def update_and_break_on_second_step() -> bool:
         done = update()
@@ -193,7 +193,7 @@ def _train_with_nan(config: str, override: str) -> tuple[str, bool]:
         before[:] = [p.detach().clone() for p in parameters]
         return done
 
-    run.optimizer.step_with_ready_grads = update_and_break_on_second_step
+    run.optimizer.megatron.step_with_ready_grads = update_and_break_on_second_step
     try:
         train(run, SimpleNamespace(requested=False))  # type: ignore[arg-type]
     except NonFiniteError as error:

@@ -325,13 +325,18 @@ class EvaluateConfig:
     Attributes:
         every_steps: Steps between two evaluations; null for only at the end.
         samples: Samples of data.valid, the same ones at every evaluation.
-        seen_samples: Training samples of the run's first steps that are evaluated beside them, for the
-            train-validation gap; 0 for none. As many as `samples` make the two comparable.
+        seen_samples: Training samples of the run's first steps that are evaluated beside them, once they
+            have been seen, for the train-validation gap; null for as many as `samples`, 0 for none.
     """
 
     every_steps: int | None = None
     samples: int = 64
-    seen_samples: int = 0
+    seen_samples: int | None = None
+
+    @property
+    def seen(self) -> int:
+        """Training samples to evaluate, with the default filled in."""
+        return self.samples if self.seen_samples is None else self.seen_samples
 
 
 @dataclass

@@ -136,7 +136,7 @@ def _ranges(config: Config) -> Iterator[str]:
         "optim.warmup_steps": optim.warmup_steps,
         "optim.decay_schedule.start": optim.decay_schedule.start,
         "optim.decay_schedule.end": optim.decay_schedule.end,
-        "evaluate.seen_samples": config.evaluate.seen_samples,
+        "evaluate.seen_samples": config.evaluate.seen,
         "train.z_loss": train.z_loss,
     }
     below_one = {

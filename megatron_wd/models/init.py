@@ -10,6 +10,7 @@ import hashlib
 import math
 
 import torch
+from megatron.core import parallel_state
 from torch import Tensor, nn
 
 from megatron_wd.config import Config
@@ -56,28 +57,38 @@ def initialize_weights(model: list[nn.Module], config: Config) -> None:
     Padding rows of the vocabulary are zero and stay so, since they take no part in the loss: norms of the
     tables are those of the model's own rows.
     """
-    from megatron.core import parallel_state
-
-    rank = parallel_state.get_tensor_model_parallel_rank()
-    size = parallel_state.get_tensor_model_parallel_world_size()
     for name, param in named_parameters(model):
         if param.dim() == 1:
             param.fill_(0.0 if name.endswith("bias") else 1.0)
             continue
-        shape = list(param.shape)
-        divided = getattr(param, "tensor_model_parallel", False) and size > 1
-        if divided:
-            shape[param.partition_dim] *= size  # type: ignore[attr-defined]
         whole = full_tensor(
             name,
-            tuple(shape),
+            whole_shape(param),
             config.seed,
             weight_std(name, config),
             truncated=config.model.init == "truncated_normal",
         )
         if name in _VOCABULARY_TABLES:
             whole[config.model.vocab_size :] = 0.0
-        param.copy_(tensor_parallel_part(whole, param, rank, size) if divided else whole)
+        copy_part(param, whole)
+
+
+def whole_shape(param: nn.Parameter) -> tuple[int, ...]:
+    """Shape of a parameter over all tensor-parallel ranks."""
+    shape = list(param.shape)
+    if getattr(param, "tensor_model_parallel", False):
+        size = parallel_state.get_tensor_model_parallel_world_size()
+        shape[param.partition_dim] *= size  # type: ignore[attr-defined]
+    return tuple(shape)
+
+
+@torch.no_grad()
+def copy_part(param: nn.Parameter, whole: Tensor) -> None:
+    """Copies this tensor-parallel rank's part of a whole tensor into a parameter."""
+    rank = parallel_state.get_tensor_model_parallel_rank()
+    size = parallel_state.get_tensor_model_parallel_world_size()
+    divided = getattr(param, "tensor_model_parallel", False) and size > 1
+    param.copy_(tensor_parallel_part(whole, param, rank, size) if divided else whole)
 
 
 def tensor_parallel_part(whole: Tensor, param: nn.Parameter, rank: int, size: int) -> Tensor:

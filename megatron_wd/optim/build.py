@@ -59,6 +59,14 @@ class RatedOptimizer:
         for adam in self._adams:
             adam.rates_of = self.rates_of
 
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Loads means and step count; betas and eps are those of the config, not of the checkpoint."""
+        self.megatron.load_state_dict(state)
+        optim = self.config.optim
+        for adam in self._adams:
+            for group in adam.param_groups:
+                group["betas"], group["eps"] = (optim.beta1, optim.beta2), optim.eps
+
     def decayed(self, step: int) -> dict[str, float]:
         """The part of each parameter of the whole model that decays at a step."""
         rules = self.rules.items()
@@ -129,9 +137,11 @@ def _megatron_config(config: Config) -> OptimizerConfig:
     optim, half = config.optim, config.precision in ("bf16", "fp8")
     return OptimizerConfig(
         optimizer="adam",
-        lr=optim.lr,
-        min_lr=optim.final_lr,
-        weight_decay=optim.weight_decay,
+        # Rates are given at each step. Megatron knows its groups by these when it loads a checkpoint, so
+        # they must not follow the config, or no rate could be changed on resume.
+        lr=1.0,
+        min_lr=0.0,
+        weight_decay=0.0,
         adam_beta1=optim.beta1,
         adam_beta2=optim.beta2,
         adam_eps=optim.eps,

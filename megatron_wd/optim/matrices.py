@@ -21,6 +21,7 @@ from megatron.core.optimizer.optimizer import FP32Optimizer
 from torch import Tensor, nn
 
 from megatron_wd.config import ModelConfig
+from megatron_wd.models.init import whole_shape
 from megatron_wd.models.names import named_parameters
 
 _KINDS = {
@@ -110,14 +111,7 @@ def _name(parameter: str, kind: str, block: int | None) -> str:
 
 def global_shapes(model: list[nn.Module]) -> dict[str, tuple[int, ...]]:
     """Global name and whole shape of this rank's parameters."""
-    size = parallel_state.get_tensor_model_parallel_world_size()
-    shapes = {}
-    for name, param in named_parameters(model):
-        shape = list(param.shape)
-        if getattr(param, "tensor_model_parallel", False):
-            shape[param.partition_dim] *= size  # type: ignore[attr-defined]
-        shapes[name] = tuple(shape)
-    return shapes
+    return {name: whole_shape(param) for name, param in named_parameters(model)}
 
 
 def gather_shapes(model: list[nn.Module]) -> dict[str, tuple[int, ...]]:

@@ -264,7 +264,7 @@ def load_checkpoint(path: Path, model: list[nn.Module], optimizer: RatedOptimize
     for index, chunk in enumerate(model):
         load_weights(unwrap(chunk), loaded[f"model{index}"])
     with cpu.cuda_requests_on_cpu():
-        optimizer.megatron.load_state_dict(loaded["optimizer"])
+        optimizer.load_state_dict(loaded["optimizer"])
     progress = Progress(**loaded["progress"])
     if optimizer.hyperball is not None and progress.radii:
         optimizer.hyperball.set_radii(progress.radii)

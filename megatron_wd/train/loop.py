@@ -172,18 +172,29 @@ def _measure(run: Run, watch: Stopwatch, loss: StepLoss, lr: float, grad_norm: f
 
 
 def _evaluate(run: Run, data: SampleStream) -> Row:
-    """The loss on the same validation tokens at every evaluation. Collective."""
+    """The loss on the same validation tokens at every evaluation and, once they have been seen, on the
+    first training tokens with the same weights; their difference is the train-validation gap. Collective.
+    """
     config, step = run.config, run.progress.step
     started = time.perf_counter()
-    batches = evaluation_batches(
-        data,
-        run.world,
-        config.evaluate.samples,
-        config.train.micro_batch_samples,
-        config.parallel.pipeline,
-    )
-    loss = evaluate(run.model, list(batches), config, run.world)
+    row: Row = {"loss/valid": _loss_on(run, data, config.evaluate.samples)}
+    seen_samples = config.evaluate.seen
+    if 0 < seen_samples <= run.progress.consumed_samples:
+        row["loss/seen"] = _loss_on(run, run.train_data, seen_samples)
+        row["loss/gap"] = row["loss/valid"] - row["loss/seen"]  # type: ignore[operator]
     if run.world.is_main:
         seconds = time.perf_counter() - started
-        print(f"step {step}  validation loss {loss:.4f}  ({seconds:.1f} s)", flush=True)
-    return {"loss/valid": loss}
+        gap = f", gap {row['loss/gap']:+.4f}" if "loss/gap" in row else ""
+        print(
+            f"step {step}  validation loss {row['loss/valid']:.4f}{gap}  ({seconds:.1f} s)",
+            flush=True,
+        )
+    return row
+
+
+def _loss_on(run: Run, data: SampleStream, samples: int) -> float:
+    """Mean loss on the first samples of a stream, in nats per token."""
+    config = run.config
+    micro_batch, multiple = config.train.micro_batch_samples, config.parallel.pipeline
+    batches = evaluation_batches(data, run.world, samples, micro_batch, multiple)
+    return evaluate(run.model, list(batches), config, run.world)

@@ -10,44 +10,35 @@ import json
 import os
 import time
 from pathlib import Path
-from typing import Any
 
-from megatron_wd.config import Config
+from megatron_wd.train.tensorboard import ScalarEvents
 
 Row = dict[str, float | int | None]
 
 
 class MetricsWriter:
-    """Writes rows on the main rank.
+    """Writes rows on the main rank."""
 
-    Args:
-        config: the run; `log.tensorboard` turns the event files off.
-        resume_step: rows after this step are dropped; 0 for a new run.
-    """
+    def __init__(self, run_dir: Path, resume_step: int, tensorboard: ScalarEvents | None) -> None:
+        """Opens metrics.jsonl.
 
-    def __init__(self, config: Config, resume_step: int) -> None:
-        run_dir = Path(config.run_dir)
+        Args:
+            run_dir: the run's folder.
+            resume_step: rows after this step are dropped; 0 for a new run.
+            tensorboard: gets the same rows; None where it is turned off.
+        """
         self.path = run_dir / "metrics.jsonl"
         self._truncate(resume_step)
         self._file = self.path.open("a", buffering=1)
-        self._tensorboard: Any = None
-        if config.log.tensorboard:
-            from torch.utils.tensorboard import SummaryWriter
-
-            self._tensorboard = SummaryWriter(
-                str(run_dir / "tensorboard"),
-                purge_step=resume_step + 1 if resume_step else None,
-            )
+        self._tensorboard = tensorboard
 
     def write(self, step: int, values: Row) -> None:
-        """Appends one row; values that are None are left out of TensorBoard."""
+        """Appends one row."""
         self._file.write(
             json.dumps({"step": step, "time_s": round(time.time(), 3), **values}) + "\n"
         )
         if self._tensorboard is not None:
-            for name, value in values.items():
-                if value is not None:
-                    self._tensorboard.add_scalar(name, value, step)
+            self._tensorboard.write(step, values)
 
     def close(self) -> None:
         """Flushes and closes all files."""

@@ -22,11 +22,13 @@ from megatron_wd.train.checkpoint import (
     latest_checkpoint,
     load_checkpoint,
 )
+from megatron_wd.train.initial_weights import load_initial_weights
 from megatron_wd.train.inputs import check_data_fits, open_data
 from megatron_wd.train.loop import Run
 from megatron_wd.train.matrices_log import MatricesLog
 from megatron_wd.train.metrics import MetricsWriter
 from megatron_wd.train.step import prepare_schedules
+from megatron_wd.train.tensorboard import TensorBoard
 from megatron_wd.train.throughput import peak_tflops
 
 
@@ -45,17 +47,24 @@ def set_up(config: Config, world: World) -> Run:
     """
     check_runtime(config)
     data = open_data(config)
-    lock: list[IO[str]] = []  # held by the main rank while the run exists
-
-    def check() -> None:
-        check_data_fits(config, data)
-        lock.append(startup.prepare_run_dir(config, resolved_yaml(config)))
-
-    run_on_main(world, check)
-    model = distribute_model(build_model(config), config)
+    run_on_main(world, lambda: check_data_fits(config, data))
+    run_dir = Path(config.run_dir)
+    newest = latest_checkpoint(run_dir)
+    chunks = build_model(config)
+    if config.init_from is not None and newest is None:
+        weights = load_initial_weights(chunks, config, data.tokenizer)
+        if world.is_main:
+            print(f"starting from the weights of the {weights.description}", flush=True)
+    model = distribute_model(chunks, config)
     rules = resolve_rules(gather_shapes(model), config.optim)
     optimizer = build_optimizer(model, config, rules)
     prepare_schedules(model, optimizer.megatron)
+
+    # Only now, so that a run which cannot start leaves nothing behind.
+    lock: list[IO[str]] = []  # held by the main rank while the run exists
+    changes: list[str] = []
+    resolved = resolved_yaml(config)
+    run_on_main(world, lambda: lock.append(startup.prepare_run_dir(config, resolved, changes)))
     peak = peak_tflops(config)
     if world.is_main:
         device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
@@ -63,8 +72,6 @@ def set_up(config: Config, world: World) -> Run:
         summary = startup.summary(config, world.size, who, rules, data.train_tokens, peak)
         print(summary, flush=True)
 
-    run_dir = Path(config.run_dir)
-    newest = latest_checkpoint(run_dir)
     progress = load_checkpoint(newest, model, optimizer) if newest else Progress()
     if progress.step > config.steps:
         raise UserError(
@@ -80,7 +87,11 @@ def set_up(config: Config, world: World) -> Run:
     def write_start() -> None:
         (run_dir / "weight_decay.tsv").write_text(table_text(rules.values()))
         startup.write_provenance(config, world)
-        metrics.append(MetricsWriter(config, progress.step))
+        startup.record_changes(run_dir, progress.step, changes)
+        tensorboard = None
+        if config.log.tensorboard:
+            tensorboard = TensorBoard(config, rules, resolved, progress.step)
+        metrics.append(MetricsWriter(run_dir, progress.step, tensorboard))
         if measured:
             matrices_log.append(MatricesLog(run_dir, optimizer.matrices, progress.step))
         for name in interrupted_saves(run_dir):

@@ -8,6 +8,7 @@ import math
 import os
 import platform
 import subprocess
+import time
 from collections.abc import Mapping
 from dataclasses import asdict
 from importlib import metadata
@@ -26,11 +27,25 @@ from megatron_wd.train.memory import pipeline_memory
 # May differ when a run is resumed: they change where and how the run computes, not what.
 _FREE_ON_RESUME = {"run_dir", "checkpoint", "evaluate", "log", "parallel"}
 _FREE_FIELDS = {("train", "micro_batch_samples"), ("train", "recompute")}
+# May be changed on purpose when a run is resumed: printed, and recorded in config_changes.jsonl.
+_RATES = {
+    ("optim", name)
+    for name in (
+        *("lr", "min_lr", "matrix_lr", "schedule", "warmup_steps", "warmup_fraction"),
+        *("wsd_decay_fraction", "weight_decay", "decay", "decay_rules", "decay_mode"),
+        *("decay_schedule", "clip_grad_norm"),
+    )
+}
 _FIXED_FIELDS = {("parallel", "distributed_optimizer")}
 
 
-def prepare_run_dir(config: Config, resolved: str) -> IO[str]:
+def prepare_run_dir(config: Config, resolved: str, changes: list[str]) -> IO[str]:
     """Creates the run folder and writes config.yaml, or checks that the folder is this run's.
+
+    Args:
+        config: the run.
+        resolved: what to write.
+        changes: gets what differs from the config that is there, and was accepted.
 
     Returns:
         An open file that locks the folder; as long as it is open, no second run can use the folder.
@@ -55,13 +70,15 @@ def prepare_run_dir(config: Config, resolved: str) -> IO[str]:
         ) from error
     saved = run_dir / "config.yaml"
     if saved.is_file():
-        changes = changed_fields(saved, config)
-        if changes and not config.checkpoint.accept_config_change:
-            listed = "\n  ".join(changes)
+        found = changed_fields(saved, config)
+        refused = [text for path, text in found if path not in _RATES]
+        if refused and not config.checkpoint.accept_config_change:
+            listed = "\n  ".join(refused)
             raise UserError(
                 f"run_dir {run_dir} holds a run of another config:\n  {listed}\nChoose another run_dir, "
                 "or set checkpoint.accept_config_change=true to go on with the new values."
             )
+        changes.extend(text for _, text in found)
         if changes:
             print("config changed on resume:\n  " + "\n  ".join(changes), flush=True)
     temporary = saved.with_suffix(".tmp")
@@ -70,8 +87,12 @@ def prepare_run_dir(config: Config, resolved: str) -> IO[str]:
     return lock
 
 
-def changed_fields(saved: Path, config: Config) -> list[str]:
-    """Fields that change what is computed and differ from the saved config: `path: old -> new`."""
+def changed_fields(saved: Path, config: Config) -> list[tuple[tuple[str, str], str]]:
+    """Fields that change what is computed and differ from the saved config.
+
+    Returns:
+        Section and field, and `path: old -> new`, of each.
+    """
     from megatron_wd.config import load_config
 
     before, now = asdict(load_config(str(saved), [])), asdict(config)
@@ -82,8 +103,16 @@ def changed_fields(saved: Path, config: Config) -> list[str]:
             continue
         if (section, field) in _FREE_FIELDS or old == new:
             continue
-        changes.append(f"{'.'.join(path)}: {old} -> {new}")
+        changes.append(((section, field), f"{'.'.join(path)}: {old} -> {new}"))
     return changes
+
+
+def record_changes(run_dir: Path, step: int, changes: list[str]) -> None:
+    """Adds what a resumed run does otherwise from a step on to config_changes.jsonl."""
+    if changes:
+        record = {"after_step": step, "time_s": round(time.time(), 3), "changes": changes}
+        with (run_dir / "config_changes.jsonl").open("a") as file:
+            file.write(json.dumps(record) + "\n")
 
 
 def _leaves(
