@@ -399,6 +399,6 @@ def test_batch_must_be_divisible(tmp_path: Path) -> None:
     config = config_of(tmp_path, [], "train.batch_samples=12", "train.micro_batch_samples=4")
     assert accumulation_steps(config, 3) == 1
     with pytest.raises(
-        UserError, match="12 is no multiple of train.micro_batch_samples 4 x 2 processes"
+        UserError, match=r"12 is no multiple of train\.micro_batch_samples 4 x 2 processes"
     ):
         accumulation_steps(config, 2)
