@@ -111,21 +111,26 @@ def unknown_options(script: str, arguments: list[str]) -> list[str]:
 def unknown_keys(arguments: list[str]) -> list[str]:
     """Overrides like `optim.lr=1e-3` after a config file, loaded as the program itself would."""
     from megatron_wd.config import UserError, load_config
+    from megatron_wd.finetune.schema import load_finetune_config
 
     config = next((a for a in arguments if re.fullmatch(r"configs/[\w/.-]+\.yaml", a)), None)
     overrides = [a for a in arguments if re.match(r"[a-z_]+(\.[a-z_]+)*=", a)]
+    if "--grid" in arguments:  # of each list of values, the first
+        overrides = [a.partition(",")[0] for a in overrides]
     if config is None or config.startswith("configs/studies/"):
         return []
+    load = load_finetune_config if config.startswith("configs/finetune/") else load_config
     try:
-        load_config(ROOT / config, overrides)
+        load(ROOT / config, overrides)
     except UserError as error:
         return [str(error)]
     return []
 
 
 def schema_keys() -> set[str]:
-    """Every dotted key of the configuration, sections included."""
+    """Every dotted key of a configuration, sections included."""
     from megatron_wd.config import Config
+    from megatron_wd.finetune.schema import FinetuneConfig
 
     def keys(kind: type, prefix: str) -> set[str]:
         found: set[str] = set()
@@ -137,7 +142,7 @@ def schema_keys() -> set[str]:
                 found |= keys(hint, f"{prefix}{field.name}.")
         return found
 
-    return keys(Config, "")
+    return keys(Config, "") | keys(FinetuneConfig, "")
 
 
 def flattened(value: object, prefix: str = "") -> list[str]:
