@@ -1,6 +1,7 @@
 """What a step does to every matrix, against plain computations: measures, AdamH, closed forms."""
 
 import math
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,9 @@ from test_families import FAMILIES
 
 from megatron_wd.config import load_config
 from megatron_wd.optim.schedule import learning_rate
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "tools" / "bench"))
+import equilibrium
 
 ADAMH = [
     "optim.optimizer=adamh",
@@ -109,9 +113,9 @@ def test_measures_are_what_their_names_say(family: str, tiny: Path) -> None:
         descent = np.linalg.norm(new - (1 - decay) * w)
         share = decay * norm / (decay * norm + descent)
         assert row["decay_share"] == pytest.approx(share, rel=1e-4)
-        wanted = descent / math.sqrt(decay * (2 - decay))
+        wanted = descent * math.sqrt(19 / (decay * (2 - decay)))  # beta1 is 0.9
         assert row["equilibrium_norm"] == pytest.approx(wanted, rel=1e-4)
-        assert row["equilibrium_effective_lr"] == pytest.approx(math.sqrt(2 * decay), rel=1e-9)
+        assert row["equilibrium_effective_lr"] == pytest.approx(math.sqrt(2 * decay / 19), rel=1e-9)
 
 
 @pytest.mark.distributed
@@ -163,3 +167,26 @@ def test_adamh_keeps_every_norm_on_a_divided_model(tiny: Path) -> None:
             lr = 0.02 * learning_rate(step, config) / config.optim.lr
             assert rows[step][f"effective_lr/{kind}"] == pytest.approx(lr, rel=0.1), (kind, step)
     assert rows[200]["loss/train"] < rows[20]["loss/train"]
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("beta1", [0.0, 0.9])
+def test_norm_and_effective_rate_follow_the_closed_forms(beta1: float) -> None:
+    early, late = run_ranks(1, follow_rates, beta1)[0]
+    for point in early + late:
+        assert point.norm == pytest.approx(point.predicted_norm, rel=0.05)
+        assert point.effective_lr == pytest.approx(point.predicted_effective_lr, rel=0.06)
+    assert equilibrium.slope(early) == pytest.approx(1.0, abs=0.02)
+    assert equilibrium.slope(late) == pytest.approx(0.5, abs=0.03)
+
+
+def follow_rates(beta1: float) -> tuple[list, list]:
+    """Points well before and at equilibrium."""
+    from megatron_wd.backend.world import single_process
+
+    with single_process():
+        early = [equilibrium.follow(lr, 300, beta1) for lr in (1e-5, 1e-4, 4e-4)]
+        late = [equilibrium.follow(lr, 1300, beta1) for lr in (0.02, 0.04, 0.08)]
+    assert all(point.relaxed < 0.05 for point in early)
+    assert all(point.relaxed > 0.99 for point in late)
+    return early, late

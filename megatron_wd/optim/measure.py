@@ -6,7 +6,8 @@ ranks, so the numbers do not depend on the layout. The effective rate is the len
 between the weight's direction before and after the step, taken value by value.
 
 Sources: the effective rate as in "On the Nonlinearity of Learning Rate Scaling for LLM Training", arXiv
-2606.29158; equilibrium norm and relaxation from W <- (1 - d) W - a with a at a right angle to W.
+2606.29158; equilibrium and relaxation from W <- (1 - d) W - a, and the part that momentum has in them as in
+Kosson et al., "Rotational Equilibrium", arXiv 2305.17212.
 """
 
 from __future__ import annotations
@@ -42,9 +43,11 @@ class StepMeasures:
             vector; its squares add up to the square of that.
         decay: d, the part of the weight that decayed in this step.
         decay_share: ||d W|| / (||d W|| + ||W' - (1 - d) W||).
-        equilibrium_norm: ||W' - (1 - d) W|| / sqrt(d (2 - d)), where the norm stops changing at this
-            rate and decay if steps are at right angles to the weight; infinite without decay.
-        equilibrium_effective_lr: sqrt(2 d), the effective rate there; under AdamH the rate itself.
+        equilibrium_norm: sqrt(c) ||W' - (1 - d) W|| / sqrt(d (2 - d)), where the norm stops changing at
+            this rate and decay if gradients are at right angles to the weight and to each other;
+            c = (1 + beta1) / (1 - beta1), since momentum makes successive steps alike. Infinite without
+            decay.
+        equilibrium_effective_lr: sqrt(2 d / c), the effective rate there; under AdamH the rate itself.
     """
 
     weight_norm: Tensor
@@ -61,14 +64,18 @@ class StepMeasures:
 class StepMeter:
     """Measures a step from its two sides: `before` the update and `after` it."""
 
-    def __init__(self, masters: list[Master], matrices: list[Matrix], config: ModelConfig) -> None:
+    def __init__(
+        self, masters: list[Master], matrices: list[Matrix], config: ModelConfig, beta1: float
+    ) -> None:
         """Finds the parts of all matrices on this rank.
 
         Args:
             masters: this rank's master weights.
             matrices: all matrices of the model.
             config: the model's shape.
+            beta1: Adam's momentum.
         """
+        self._likeness = (1.0 + beta1) / (1.0 - beta1)
         self.matrices = matrices
         self._masters = [master for master in masters if master.is_counted]
         self._device = self._masters[0].weight.device if self._masters else torch.device("cpu")
@@ -125,8 +132,8 @@ class StepMeter:
             joint_effective_lr=jointly,
             decay=decay,
             decay_share=lost / (lost + descent).clamp(min=1e-300),
-            equilibrium_norm=descent / (decay * (2.0 - decay)).sqrt(),
-            equilibrium_effective_lr=(2.0 * decay).sqrt() + fixed_lr,
+            equilibrium_norm=descent * (self._likeness / (decay * (2.0 - decay))).sqrt(),
+            equilibrium_effective_lr=(2.0 * decay / self._likeness).sqrt() + fixed_lr,
         )
         return StepMeasures(**{name: value.cpu() for name, value in vars(measures).items()})
 

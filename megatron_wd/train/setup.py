@@ -80,7 +80,9 @@ def set_up(config: Config, world: World) -> Run:
         )
     measured = config.log.matrices_every_steps is not None
     masters = list(master_weights(model, optimizer.megatron))
-    meter = StepMeter(masters, optimizer.matrices, config.model) if measured else None
+    meter = None
+    if measured:
+        meter = StepMeter(masters, optimizer.matrices, config.model, config.optim.beta1)
     metrics: list[MetricsWriter] = []  # of the main rank, as is the log of matrices
     matrices_log: list[MatricesLog] = []
 

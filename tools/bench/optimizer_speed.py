@@ -47,7 +47,12 @@ def build(overrides: list[str]) -> tuple[Any, ...]:
     optimizer = build_optimizer(model, config, rules)
     prepare_schedules(model, optimizer.megatron)
     masters = list(master_weights(model, optimizer.megatron))
-    return config, model, optimizer, StepMeter(masters, optimizer.matrices, config.model)
+    return (
+        config,
+        model,
+        optimizer,
+        StepMeter(masters, optimizer.matrices, config.model, config.optim.beta1),
+    )
 
 
 def main() -> None:
