@@ -13,6 +13,7 @@ import struct
 from collections import OrderedDict
 from typing import TYPE_CHECKING, Any
 
+from megatron_wd.convert.output_folder import write_all
 from megatron_wd.convert.tensor_archive import STORAGES_BY_DTYPE
 
 if TYPE_CHECKING:
@@ -47,10 +48,10 @@ def write_tensor(file: io.FileIO, tensor: Tensor) -> None:
         padding %= _ALIGNMENT_BYTES
         header = _local_header(full_name, len(data), padding)
         directory += _directory_entry(full_name, len(data), position)
-        _write_all(file, memoryview(header))
-        _write_all(file, data)
+        write_all(file, memoryview(header))
+        write_all(file, data)
         position += len(header) + len(data)
-    _write_all(file, memoryview(directory + _end(len(records), len(directory), position)))
+    write_all(file, memoryview(directory + _end(len(records), len(directory), position)))
 
 
 class _Storage:
@@ -137,8 +138,3 @@ def _end(count: int, directory_bytes: int, position: int) -> bytes:
     place = _END_64_PLACE.pack(b"PK\x06\x07", 0, position + directory_bytes, 1)
     end = _END.pack(b"PK\x05\x06", 0, 0, count, count, directory_bytes, _TOO_LARGE, 0)
     return end_64 + place + end
-
-
-def _write_all(file: io.FileIO, data: memoryview) -> None:
-    while data:
-        data = data[file.write(data) :]

@@ -13,7 +13,7 @@ of tensors, and the objects beside them.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 METADATA = ".metadata"
+# As `torch.empty`: takes a shape, and a dtype by keyword.
+Allocate = Callable[..., "Tensor"]
 
 
 @dataclass(frozen=True)
@@ -102,12 +104,13 @@ class TensorFolder:
                     f"off, for example by a full disk or an interrupted copy."
                 )
 
-    def read(self, name: str, layer: int | None = None) -> Tensor:
+    def read(self, name: str, layer: int | None = None, allocate: Allocate | None = None) -> Tensor:
         """Reads one tensor into CPU memory.
 
         Args:
             name: Its name.
             layer: Index on axis 0, of which alone is read; None for the whole.
+            allocate: Gives the memory; None for `torch.empty`.
 
         Raises:
             UserError: If a part of it cannot be read or does not fit.
@@ -118,7 +121,7 @@ class TensorFolder:
         first = 0 if layer is None else layer
         count = stored.shape[0] if layer is None and stored.shape else 1
         shape = (count, *stored.shape[1:]) if stored.shape else ()
-        whole = torch.empty(shape, dtype=getattr(torch, stored.dtype))
+        whole = (allocate or torch.empty)(shape, dtype=getattr(torch, stored.dtype))
         for chunk in stored.chunks:
             begin = chunk.offsets[0] - first if shape else 0
             length = chunk.sizes[0] if shape else 1

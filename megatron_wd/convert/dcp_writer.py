@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_wd.convert.archive_writer import write_tensor
 from megatron_wd.convert.dcp import METADATA
+from megatron_wd.convert.output_folder import write_all
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -87,7 +88,7 @@ class TensorWriter:
 
     def _place(self, index: Any, data: bytes) -> None:
         start = self._file.tell()
-        self._file.write(data)
+        write_all(self._file, memoryview(data))
         self._record(index, start)
 
     def _record(self, index: Any, start: int) -> None:

@@ -8,12 +8,15 @@ JSON (name -> dtype, shape, begin and end of its bytes after the header), then t
 
 from __future__ import annotations
 
+import io
 import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from typing import TYPE_CHECKING
+
+from megatron_wd.convert.output_folder import write_all
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -100,7 +103,7 @@ class ShardWriter:
         self._entries = dict(plan.files)
         self._left.reverse()
         self._name = ""
-        self._file: IO[bytes] | None = None
+        self._file: io.FileIO | None = None
 
     def __enter__(self) -> ShardWriter:
         return self
@@ -117,11 +120,11 @@ class ShardWriter:
         if file_name != self._name:
             self.close()
             self._name = file_name
-            self._file = (self._folder / file_name).open("wb")
-            self._file.write(_header(self._entries[file_name], self._dtype))
+            self._file = (self._folder / file_name).open("wb", buffering=0)
+            write_all(self._file, memoryview(_header(self._entries[file_name], self._dtype)))
         assert self._file is not None
         values = tensor.to(getattr(torch, self._dtype)).contiguous()
-        self._file.write(values.view(-1).view(torch.uint8).numpy().data)
+        write_all(self._file, memoryview(values.view(-1).view(torch.uint8).numpy()))
 
     def close(self) -> None:
         """Closes the current file."""

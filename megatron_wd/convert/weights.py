@@ -6,6 +6,8 @@ Megatron-LM's GPTModel. Every rank of a run can open the same ones and read what
 
 from __future__ import annotations
 
+import itertools
+import math
 import re
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -16,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_wd.config import ModelConfig, UserError
 from megatron_wd.convert.checkpoint import Checkpoint, open_checkpoint
-from megatron_wd.convert.dcp import METADATA, TensorFolder
+from megatron_wd.convert.dcp import METADATA, Allocate, TensorFolder
 from megatron_wd.convert.families import converted_family
 from megatron_wd.convert.hf_config import read_config
 from megatron_wd.convert.megatron_lm import gpt_names, is_gpt_model
@@ -32,7 +34,7 @@ if TYPE_CHECKING:
 class _Source:
     tensors: Tensors
     dtype: str
-    read: Callable[[], Tensor]
+    read: Callable[[Allocate | None], Tensor]
 
 
 class Weights:
@@ -91,22 +93,41 @@ class Weights:
         Raises:
             UserError: If it cannot be read.
         """
-        return self._sources[name].read()
+        return self._sources[name].read(None)
 
     def read_ahead(self) -> Iterator[tuple[Tensors, Tensor]]:
         """Reads all tensors, in the order of the layers, the next one while the caller has this one.
 
-        Disk and caller work at the same time, for the memory of two tensors.
+        Disk and caller work at the same time, in the memory of two tensors, which is used again and
+        again: a tensor is gone when the next one is asked for.
         """
+        memories = itertools.cycle((_Memory(), _Memory()))
         with ThreadPoolExecutor(1) as pool:
             waiting: deque[tuple[Tensors, Future[Tensor]]] = deque()
-            for tensors in self.tensors:
-                waiting.append((tensors, pool.submit(self.read, tensors.name)))
+            for source, memory in zip(self._sources.values(), memories, strict=False):
+                waiting.append((source.tensors, pool.submit(source.read, memory.allocate)))
                 if len(waiting) == 2:
                     first, future = waiting.popleft()
                     yield first, future.result()
             for last, future in waiting:
                 yield last, future.result()
+
+
+class _Memory:
+    """Memory for one tensor after another; fresh memory costs more than what is read into it."""
+
+    def __init__(self) -> None:
+        self._bytes: Tensor | None = None
+
+    def allocate(self, shape: Shape, *, dtype: Any) -> Tensor:
+        """As `torch.empty`; what was allocated before is overwritten."""
+        import torch
+
+        needed = math.prod(shape) * dtype.itemsize
+        if self._bytes is None or self._bytes.numel() < needed:
+            self._bytes = None  # not both at once
+            self._bytes = torch.empty(needed, dtype=torch.uint8)
+        return self._bytes[:needed].view(dtype).view(shape)
 
 
 def open_weights(path: Path, step: int | None = None) -> Weights:
@@ -167,9 +188,9 @@ def weights_of(checkpoint: Checkpoint) -> Weights:
 
 def _checkpoint_reader(
     folder: TensorFolder, name: str, layer: int | None, tensors: Tensors, model: ModelConfig
-) -> Callable[[], Tensor]:
-    def read() -> Tensor:
-        tensor = folder.read(name, layer)
+) -> Callable[[Allocate | None], Tensor]:
+    def read(allocate: Allocate | None) -> Tensor:
+        tensor = folder.read(name, layer, allocate)
         if tuple(tensor.shape) != tensors.megatron_shape:
             # Megatron-LM pads the vocabulary to another multiple than we do.
             tensor = tensors.packing.pack([tensor[: model.vocab_size]], model)
@@ -246,14 +267,14 @@ def _packed_dtype(folder: SafetensorsFolder, stored: dict[str, str]) -> str:
 
 def _hf_reader(
     folder: SafetensorsFolder, stored: dict[str, str], tensors: Tensors, model: ModelConfig
-) -> Callable[[], Tensor]:
-    def read() -> Tensor:
+) -> Callable[[Allocate | None], Tensor]:
+    def read(allocate: Allocate | None) -> Tensor:
         import torch
 
         if not tensors.packing.whole_rows:
             return tensors.pack({name: folder.read(own) for name, own in stored.items()}, model)
         dtype = getattr(torch, _packed_dtype(folder, stored))
-        packed = torch.empty(tensors.megatron_shape, dtype=dtype)
+        packed = (allocate or torch.empty)(tensors.megatron_shape, dtype=dtype)
         rows = sum(shape[0] for _, shape in tensors.hf)
         packed[rows:] = 0  # what pads the vocabulary
         for name, part in tensors.unpack(packed, model).items():

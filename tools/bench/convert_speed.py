@@ -2,8 +2,8 @@
 
 A Llama of 1B parameters with random bf16 weights is made, one tensor at a time. Then whole processes
 take turns: `cp -r` of the weights, `convert.py from-hf`, `convert.py to-hf`. Each writes files that
-did not exist, and each time includes the sync that brings them to the disk. What every Python process
-needs before it does anything (start, imports) is measured by itself and taken off.
+did not exist, and each time includes the sync that brings them to the disk. The start (Python, imports)
+is measured by the same commands on a model of a few kilobytes, and taken off.
 
     python tools/bench/convert_speed.py FOLDER [--repeats 3] [--layers 16]
 """
@@ -23,15 +23,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent.parent
 sys.path.insert(0, str(ROOT))
 CONVERT = [sys.executable, str(ROOT / "tools" / "convert.py")]
-# What a conversion imports, without a conversion.
-STARTED = (
-    "import torch, torch.distributed.checkpoint.metadata, torch.distributed.checkpoint.filesystem;"
-    "import megatron_wd.convert.from_hf, megatron_wd.data.tokenizer"
-)
 
 
-def make_model(folder: Path, layers: int) -> int:
-    """Writes the Hugging Face folder; returns the bytes of its weights."""
+def make_model(folder: Path, layers: int, width: int = 2048) -> int:
+    """Writes a Hugging Face folder; returns the bytes of its weights."""
     import torch
 
     from megatron_wd.config import ModelConfig
@@ -41,11 +36,11 @@ def make_model(folder: Path, layers: int) -> int:
 
     model = ModelConfig(
         num_layers=layers,
-        hidden_size=2048,
-        ffn_hidden_size=5504,
+        hidden_size=width,
+        ffn_hidden_size=width * 43 // 16,
         num_attention_heads=32,
         num_query_groups=8,
-        vocab_size=32000,
+        vocab_size=32000 if width == 2048 else 128,
         max_positions=2048,
     )
     folder.mkdir(parents=True)
@@ -78,15 +73,16 @@ def write_tokenizer(folder: Path) -> None:
     (folder / "tokenizer_config.json").write_text('{"eos_token": "</s>", "bos_token": "<s>"}')
 
 
-def timed(command: list[str], folder: Path) -> tuple[float, int]:
-    """Runs a command and the sync of its files; returns seconds and peak resident bytes."""
+def timed(command: list[str], folder: Path) -> tuple[float, float, int]:
+    """Runs a command and the sync of its files; returns seconds, CPU seconds, peak resident bytes."""
     started = time.perf_counter()
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
     _, status, usage = os.wait4(process.pid, 0)
     if status:
         raise SystemExit(f"failed: {' '.join(command)}")
     subprocess.run(["sync", "-f", str(folder)], check=True)
-    return time.perf_counter() - started, usage.ru_maxrss * 1024
+    seconds = time.perf_counter() - started
+    return seconds, usage.ru_utime + usage.ru_stime, usage.ru_maxrss * 1024
 
 
 def main() -> None:
@@ -99,46 +95,46 @@ def main() -> None:
     source = work / "hf"
     try:
         total = make_model(source, arguments.layers)
-        subprocess.run([*CONVERT, "from-hf", source, work / "start"], check=True)
+        make_model(work / "tiny-hf", 1, 128)
+        for name in ("", "tiny-"):
+            out = [str(work / f"{name}hf"), str(work / f"{name}start")]
+            subprocess.run([*CONVERT, "from-hf", *out], check=True, stdout=subprocess.DEVNULL)
         weights = [str(path) for path in source.glob("*.safetensors")]
         largest = max(Path(path).stat().st_size for path in weights)
         jobs = {
-            "start": ([sys.executable, "-c", STARTED], None),
-            "cp": (["cp", *weights], "copy"),
-            "from-hf": ([*CONVERT, "from-hf", str(source)], "mcore"),
-            "to-hf": ([*CONVERT, "to-hf", str(work / "start")], "back"),
+            "start of from-hf": [*CONVERT, "from-hf", str(work / "tiny-hf")],
+            "start of to-hf": [*CONVERT, "to-hf", str(work / "tiny-start")],
+            "cp": ["cp", *weights],
+            "from-hf": [*CONVERT, "from-hf", str(source)],
+            "to-hf": [*CONVERT, "to-hf", str(work / "start")],
         }
-        os.environ["PYTHONPATH"] = str(ROOT)
-        seconds: dict[str, list[float]] = {name: [] for name in jobs}
-        peak: dict[str, int] = {}
+        runs: dict[str, list[tuple[float, float, int]]] = {name: [] for name in jobs}
         for _ in range(arguments.repeats):
-            for name, (command, out) in jobs.items():
-                target = work / out if out else None
+            for name, command in jobs.items():
+                target = work / "out"
                 if name == "cp":
-                    assert target is not None
                     target.mkdir()
-                taken, memory = timed([*command, *([str(target)] if target else [])], work)
-                seconds[name].append(taken)
-                peak[name] = max(peak.get(name, 0), memory)
-                if target:
-                    shutil.rmtree(target)
-                    subprocess.run(["sync", "-f", str(work)], check=True)
-        report(seconds, peak, total, largest)
+                runs[name].append(timed([*command, str(target)], work))
+                shutil.rmtree(target)
+                subprocess.run(["sync", "-f", str(work)], check=True)
+        report(runs, total, largest)
     finally:
         shutil.rmtree(work, ignore_errors=True)
 
 
-def report(seconds: dict[str, list[float]], peak: dict[str, int], total: int, largest: int) -> None:
+def report(runs: dict[str, list[tuple[float, float, int]]], total: int, largest: int) -> None:
     """Prints medians, their spread, the ratio to cp without the start, and memory."""
+    seconds = {name: [wall for wall, _, _ in values] for name, values in runs.items()}
     median = {name: statistics.median(values) for name, values in seconds.items()}
     print(f"{total / 1e9:.2f} GB of weights, largest file {largest / 1e9:.2f} GB")
-    for name, values in seconds.items():
-        line = f"{name:<8} {median[name]:6.2f} s ({min(values):.2f} to {max(values):.2f})"
+    for name, values in runs.items():
+        cpu = statistics.median(cpu for _, cpu, _ in values)
+        line = f"{name:<17}{median[name]:6.2f} s ({min(seconds[name]):.2f} to {max(seconds[name]):.2f})"
+        line += f", CPU {cpu:.2f} s"
         if name in ("from-hf", "to-hf"):
-            ratio = (median[name] - median["start"]) / median["cp"]
-            extra = (peak[name] - largest) / 2**30
-            line += f", {ratio:.2f} x cp + start, peak {peak[name] / 1e9:.2f} GB"
-            line += f" (largest file {extra:+.2f} GiB)"
+            ratio = (median[name] - median[f"start of {name}"]) / median["cp"]
+            peak = max(memory for _, _, memory in values)
+            line += f", {ratio:.2f} x cp besides the start, peak {peak / 1e9:.2f} GB"
         print(line)
 
 
