@@ -1,14 +1,16 @@
 """Schedules as numbers, and decay measured on every tensor after one real step."""
 
 import math
+import shutil
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from ranks import run_ranks
+from ranks import metrics, run_config, run_ranks
 from test_families import FAMILIES
+from test_layouts import assert_close, forget_after
 
 from megatron_wd.config import Config, UserError, load_config
 from megatron_wd.optim.build import rates_at
@@ -213,3 +215,28 @@ def test_a_parameter_that_no_rule_meets_is_named(tiny: Path) -> None:
         UserError, match=r"meets decoder.layers.0.self_attention.linear_qkv.weight, embedding"
     ):
         resolve_rules(SHAPES, config.optim)
+
+
+@pytest.mark.distributed
+def test_muon_takes_the_same_steps_on_every_layout_and_resumes(tiny: Path) -> None:
+    muon = ["optim.optimizer=muon", "optim.matrix_lr=0.01", "optim.decay=matrices_only"]
+    muon += ["parallel.distributed_optimizer=false", "train.steps=12", "checkpoint.every_steps=6"]
+    whole = tiny.parent / "muon"
+    assert run_config(1, tiny, f"run_dir={whole}", *muon) == [0]
+    for name, (ranks, layout) in {
+        "tp2": (2, ["parallel.tensor=2"]),
+        "pp2": (2, ["parallel.pipeline=2"]),
+        "resumed": (1, []),
+    }.items():
+        run_dir = tiny.parent / f"muon {name}"
+        if name == "resumed":
+            shutil.copytree(whole, run_dir)
+            forget_after(run_dir, 6)
+        assert run_config(ranks, tiny, f"run_dir={run_dir}", *muon, *layout) == [0] * ranks
+        # Its iteration computes in bf16, so sums in another order show more than elsewhere.
+        assert_close(run_dir, whole, 0.0 if name == "resumed" else 5e-3)
+    rows = (whole / "weight_decay.tsv").read_text().splitlines()[1:]
+    assert {row.split("\t")[0].rsplit(".", 2)[-2] for row in rows if row.endswith("muon")} == {
+        *("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
+    }
+    assert metrics(whole)[12]["loss/train"] < metrics(whole)[1]["loss/train"] - 0.3

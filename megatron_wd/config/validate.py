@@ -16,7 +16,6 @@ from megatron_wd.config.schema import (
     Config,
     CorpusConfig,
     ModelConfig,
-    OptimConfig,
 )
 
 FP8_MULTIPLE = 16  # Transformer Engine's fp8 matrix products need it of every dimension
@@ -42,7 +41,7 @@ def validate(config: Config) -> None:
             *_length(config),
             *_schedule(config),
             *_decay(config),
-            *_optimizer(config.optim),
+            *_optimizer(config),
             *_fp8(config),
         ]
     )
@@ -375,7 +374,13 @@ def _decay(config: Config) -> Iterator[str]:
         yield "optim.decay_schedule.points has a factor below 0; decay cannot be negative"
 
 
-def _optimizer(optim: OptimConfig) -> Iterator[str]:
+def _optimizer(config: Config) -> Iterator[str]:
+    optim = config.optim
+    if optim.optimizer == "muon" and config.parallel.distributed_optimizer:
+        yield (
+            "optim.optimizer muon works on whole matrices, which parallel.distributed_optimizer=true cuts "
+            "into pieces; set parallel.distributed_optimizer=false"
+        )
     if optim.optimizer == "adamw" and optim.matrix_lr is not None:
         yield (
             f"optim.matrix_lr is {optim.matrix_lr}, but optim.optimizer is adamw, which has one rate; "

@@ -12,6 +12,7 @@ from megatron.core.optimizer import (
     MegatronOptimizer,
     OptimizerConfig,
     distrib_optimizer,
+    emerging_optimizers,
     get_megatron_optimizer,
 )
 from torch import Tensor, nn
@@ -46,7 +47,7 @@ class RatedOptimizer:
     hyperball: Hyperball | None = None
     rates_of: Callable[[Tensor], Rates] = field(init=False)
     _rule_of: dict[int, ParameterRule] = field(default_factory=dict)
-    _adams: list[PerParameterRates] = field(default_factory=list)
+    _parts: list[PerParameterRates] = field(default_factory=list)
 
     def set_rates(self, step: int) -> None:
         """Sets what the update of a step does to every parameter.
@@ -56,15 +57,15 @@ class RatedOptimizer:
         """
         rates = {key: rates_at(step, rule, self.config) for key, rule in self._rule_of.items()}
         self.rates_of = lambda weight: rates[id(weight)]
-        for adam in self._adams:
-            adam.rates_of = self.rates_of
+        for part in self._parts:
+            part.rates_of = self.rates_of
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Loads means and step count; betas and eps are those of the config, not of the checkpoint."""
         self.megatron.load_state_dict(state)
         optim = self.config.optim
-        for adam in self._adams:
-            for group in adam.param_groups:
+        for group in (group for part in self._parts for group in part.param_groups):
+            if "betas" in group:  # Muon has none
                 group["betas"], group["eps"] = (optim.beta1, optim.beta2), optim.eps
 
     def decayed(self, step: int) -> dict[str, float]:
@@ -79,7 +80,7 @@ def rates_at(step: int, rule: ParameterRule, config: Config) -> Rates:
     lr = learning_rate(step, config) * rule.lr_multiplier
     decay = rule.weight_decay * decay_factor(step, config)
     is_hyperball = rule.optimizer == "adamh"
-    if is_hyperball:
+    if rule.optimizer != "adamw":
         assert optim.matrix_lr is not None, "validate() asks for it"
         lr *= optim.matrix_lr / optim.lr
     if optim.decay_mode == "independent":
@@ -92,7 +93,8 @@ def build_optimizer(
 ) -> RatedOptimizer:
     """Builds the optimizer of this rank's chunks (already wrapped for data parallelism). Collective.
 
-    With Transformer Engine or Apex it runs their fused Adam, elsewhere torch's fused kernel.
+    With Transformer Engine or Apex it runs their fused Adam, elsewhere torch's fused kernel; Muon is the
+    one of Megatron's registry.
 
     Args:
         model: the chunks.
@@ -103,6 +105,8 @@ def build_optimizer(
         UserError: AdamH would keep a matrix at a norm of zero.
     """
     _use_rated_adam()
+    if config.optim.optimizer == "muon":
+        _use_rated_muon()
     with cpu.cuda_requests_on_cpu():
         megatron = get_megatron_optimizer(
             _megatron_config(config),
@@ -115,12 +119,12 @@ def build_optimizer(
     masters = list(master_weights(model, megatron))
     optimizer._rule_of = {id(master.weight): rules[master.parameter] for master in masters}
     inner: list[Any] = getattr(megatron, "chained_optimizers", [megatron])
-    optimizer._adams = [one.optimizer for one in inner if one.optimizer is not None]
+    optimizer._parts = [one.optimizer for one in inner if one.optimizer is not None]
     if config.optim.optimizer == "adamh":
         balls = [m for m in masters if rules[m.parameter].optimizer == "adamh"]
         optimizer.hyperball = Hyperball(balls, matrices, config.model)
         _check_radii(optimizer.hyperball.named_radii())
-        optimizer._adams[0].hyperball = optimizer.hyperball
+        optimizer._parts[0].hyperball = optimizer.hyperball
     return optimizer
 
 
@@ -136,7 +140,10 @@ def _check_radii(radii: Mapping[str, float]) -> None:
 def _megatron_config(config: Config) -> OptimizerConfig:
     optim, half = config.optim, config.precision in ("bf16", "fp8")
     return OptimizerConfig(
-        optimizer="adam",
+        optimizer="muon" if optim.optimizer == "muon" else "adam",
+        # Orthogonalised over all tensor-parallel ranks, or the step would depend on the layout.
+        muon_tp_mode="duplicated",
+        muon_nesterov=True,
         # Rates are given at each step. Megatron knows its groups by these when it loads a checkpoint, so
         # they must not follow the config, or no rate could be changed on resume.
         lr=1.0,
@@ -150,6 +157,13 @@ def _megatron_config(config: Config) -> OptimizerConfig:
         params_dtype=torch.bfloat16 if half else torch.float32,
         use_distributed_optimizer=config.parallel.distributed_optimizer,
     )
+
+
+def _use_rated_muon() -> None:
+    """Makes Megatron's registry build a Muon with `PerParameterRates`."""
+    entry = emerging_optimizers._EMERGING_OPTIMIZERS["muon"]
+    if not issubclass(entry.optimizer_cls, PerParameterRates):
+        entry.optimizer_cls = type("RatedMuon", (PerParameterRates, entry.optimizer_cls), {})
 
 
 def _use_rated_adam() -> None:
