@@ -69,6 +69,9 @@ class ConvertedFamily:
 HARMLESS = frozenset(
     [
         "_name_or_path",
+        "_model_name_or_path",
+        "transformers.js_config",
+        "unk_token_id",
         "architectures",
         "model_type",
         "transformers_version",
