@@ -60,6 +60,50 @@ LAYOUT = "model.num_query_groups=4"
             ["ffn_hidden_size / parallel.tensor 2 is 72"],
         ),
         (["precision=fp8", "train.sequence_tokens=63"], ["is 63"]),
+        (
+            ["optim.decay=null"],
+            ["optim.decay is null and optim.decay_rules is empty"],
+        ),
+        (["optim.decay=matrix_only"], ["did you mean matrices_only?"]),
+        (
+            ["optim.decay_rules=[{match: '*', weight_decay: 1.0, multiplier: 2.0, ndim: 0}]"],
+            ["sets weight_decay and multiplier", "ndim is 0"],
+        ),
+        (
+            ["optim.decay_rules=[{match: '*', weight_decay: -1.0, lr_multiplier: -2.0}]"],
+            ["weight_decay is -1.0", "lr_multiplier is -2.0"],
+        ),
+        (
+            ["optim.weight_decay=500", "optim.lr=3e-3"],
+            ["optim.lr x the largest weight decay is 1.5"],
+        ),
+        (
+            ["optim.weight_decay=1.5", "optim.decay_mode=independent"],
+            ["the largest weight decay is 1.5"],
+        ),
+        (
+            ["optim.decay_schedule={shape: linear, points: [{tokens: 1, factor: 1.0}]}"],
+            ["piecewise needs points"],
+        ),
+        (
+            [
+                "optim.decay_schedule={shape: piecewise, end: 2.0, points: "
+                "[{tokens: 5, factor: 1.0}, {tokens: 5, factor: -1.0}]}"
+            ],
+            ["they must rise", "has a factor below 0", "start and end are 1.0 and 2.0"],
+        ),
+        (["optim.matrix_lr=0.1"], ["optim.optimizer is adamw, which has one rate"]),
+        (["optim.optimizer=adamh"], ["optim.matrix_lr is not set"]),
+        (
+            ["optim.optimizer=muon", "optim.matrix_lr=0.1"],
+            ["set parallel.distributed_optimizer=false"],
+        ),
+        (["model.family=olmo3"], ["did you mean olmo2?"]),
+        (
+            ["model.family=gpt2", "model.num_query_groups=1"],
+            ["as many key/value heads as", "model.max_positions is not set"],
+        ),
+        (["model.max_positions=16"], ["is more than model.max_positions 16"]),
     ],
 )
 def test_fields_that_disagree_are_all_named(overrides: list[str], expected: list[str]) -> None:
