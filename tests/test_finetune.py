@@ -228,6 +228,11 @@ def test_loss_that_is_no_number_stops_the_run(
     )
 
 
+def test_sharing_weights_is_refused_where_accelerate_would_ignore_it(folder: Path) -> None:
+    with pytest.raises(UserError, match=r"train\.fsdp shares a model among several GPUs"):
+        run(load(folder, "train.fsdp=true"))
+
+
 def test_grid_runs_every_cell_once(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     overrides = [f"run_dir={folder}/grid", "train.max_steps=3"]
     axes = ["optim.lr=1e-3,1e-2", "seed=7,8", "optim.weight_decay=0.5"]

@@ -51,6 +51,8 @@ def export(config: FinetuneConfig, base: BaseModel, trainer: Any, record: dict[s
     with appears_when_done(target, needed, force=False) as folder:
         model = trainer.accelerator.unwrap_model(trainer.model)
         model.save_pretrained(folder, state_dict=weights)
+        for path in folder.glob("*.safetensors"):
+            shutil.copymode(folder / "config.json", path)  # they come readable for their owner only
         for name in _HANDED_ON:
             if (base.folder / name).is_file():
                 shutil.copyfile(base.folder / name, folder / name)

@@ -13,7 +13,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Any
 
+from megatron_wd.backend.launch import count_gpus
 from megatron_wd.backend.signals import StopSignal
+from megatron_wd.config import UserError
 from megatron_wd.config.cli import EXIT_DONE, EXIT_FAILED, EXIT_SAVED
 from megatron_wd.finetune.run_folder import (
     HF_FOLDER,
@@ -42,6 +44,11 @@ def run(config: FinetuneConfig, dry_run: bool = False) -> int:
     """
     processes, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
     accumulation_steps(config, processes)
+    if config.train.fsdp and not (processes > 1 and count_gpus()):
+        # accelerate would go on without, and say nothing.
+        raise UserError(
+            "train.fsdp shares a model among several GPUs; start it there with torchrun, or leave it out."
+        )
     stop = StopSignal()
     lock: IO[str] | None = None
     try:

@@ -82,6 +82,7 @@ def _arguments(config: FinetuneConfig, processes: int) -> SFTConfig:
         disable_tqdm=True,
         use_cpu=not on_gpu,
         ddp_backend="gloo" if processes > 1 and not on_gpu else None,
+        ddp_find_unused_parameters=False,
         dataloader_pin_memory=on_gpu,
     )
 
