@@ -96,6 +96,8 @@ def test_trainer_computes_the_loss_of_responses(tmp_path: Path, tokenizer) -> No
         batch = next(iter(trainer.get_train_dataloader()))
     finally:
         tokenizer.pad_token = None
+    decayed = set(trainer.get_decay_parameter_names(model))
+    assert decayed == {name for name, p in model.named_parameters() if p.ndim == 2}
     with torch.no_grad():
         ours = trainer.compute_loss(model, dict(batch))
         logits = [

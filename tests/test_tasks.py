@@ -34,7 +34,7 @@ def check_steps(prompt: str, response: str, answer: str) -> None:
     assert last == f"The answer is: {total}" and answer == str(total)
 
 
-@pytest.mark.parametrize("task", ["arithmetic", "long_arithmetic"])
+@pytest.mark.parametrize("task", ["arithmetic", "signed_arithmetic", "long_arithmetic"])
 def test_steps_are_right_and_no_question_is_in_both_sets(task: str, tmp_path: Path) -> None:
     record = write_task(tmp_path / "out", task, 1500, 100, seed=3, force=False)
     train, test = (problems(tmp_path / "out" / f"{name}.jsonl") for name in ("train", "test"))
@@ -45,6 +45,11 @@ def test_steps_are_right_and_no_question_is_in_both_sets(task: str, tmp_path: Pa
     for problem in train + test:
         check_steps(problem["prompt"], problem["response"], problem["answer"])
     assert set(record["files"]) == {path.name for path in (tmp_path / "out").iterdir()}
+
+
+def test_totals_of_the_easy_sums_have_one_digit() -> None:
+    for problem in generate("arithmetic", 300, seed=2):
+        assert re.fullmatch(r"(\d [+-] \d = \d\n)+The answer is: \d", problem.response)
 
 
 def test_negative_totals() -> None:

@@ -29,15 +29,17 @@ class GeneratedTask:
 
     Attributes:
         generator: Name of reasoning-gym's dataset.
-        options: What is set for it.
         write: From one of its entries to prompt, response and answer.
         about: One line for the command's help.
+        options: What is set for the generator.
+        keep: Which entries are taken; None for all.
     """
 
     generator: str
     write: Callable[[dict[str, Any]], tuple[str, str, str]]
     about: str
     options: dict[str, Any] = field(default_factory=dict)
+    keep: Callable[[dict[str, Any]], bool] | None = None
 
 
 def work_out_sum(expression: str) -> list[str]:
@@ -64,6 +66,12 @@ def _sum_with_steps(entry: dict[str, Any]) -> tuple[str, str, str]:
     return f"What is {expression}?", f"{steps}\nThe answer is: {answer}", answer
 
 
+def _stays_in_one_digit(entry: dict[str, Any]) -> bool:
+    """Whether every total on the way is between 0 and 9: 110 facts, which a small model can learn."""
+    steps = work_out_sum(entry["metadata"]["expression"])
+    return all(0 <= int(step.rpartition(" = ")[2]) <= 9 for step in steps)
+
+
 def _answer_at_once(entry: dict[str, Any]) -> tuple[str, str, str]:
     answer = entry["answer"]
     return entry["question"], f"The answer is: {answer}", answer
@@ -73,7 +81,14 @@ TASKS = {
     "arithmetic": GeneratedTask(
         "chain_sum",
         _sum_with_steps,
-        "sums of 3 or 4 one-digit numbers, with worked steps",
+        "sums of 3 or 4 digits whose totals stay between 0 and 9, with worked steps",
+        {"min_terms": 3, "max_terms": 4, "min_digits": 1, "max_digits": 1},
+        _stays_in_one_digit,
+    ),
+    "signed_arithmetic": GeneratedTask(
+        "chain_sum",
+        _sum_with_steps,
+        "the same with totals from -27 to 36",
         {"min_terms": 3, "max_terms": 4, "min_digits": 1, "max_digits": 1},
     ),
     "long_arithmetic": GeneratedTask(
@@ -121,7 +136,10 @@ def generate(task: str, count: int, seed: int) -> Iterator[Problem]:
         )
         before = len(seen)
         for index in range(_CHUNK):
-            problem = Problem(*made.write(entries[index]))
+            entry = entries[index]
+            if made.keep is not None and not made.keep(entry):
+                continue
+            problem = Problem(*made.write(entry))
             if problem.prompt in seen:
                 continue
             seen.add(problem.prompt)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import gc
 import io
 import itertools
 import json
@@ -88,6 +89,7 @@ def run_grid(path: str, overrides: Sequence[str], axes: Sequence[str]) -> int:
         if main_rank:
             print(f"--- {number} of {len(cells)}: {Path(cell.config.run_dir).name}", flush=True)
         code = run(cell.config)
+        gc.collect()  # a trainer refers to itself: its model would stay beside the next one
         if main_rank:
             _write_table(cells)
         if code == EXIT_SAVED:
