@@ -92,7 +92,7 @@ class TensorBoard(ScalarEvents):
         from torch.utils.tensorboard.summary import hparams
 
         super().__init__(Path(config.run_dir), resume_step)
-        self._writer.add_custom_scalars(LAYOUT)
+        self._writer.add_custom_scalars(layout(config))
         self._writer.add_text("config", "```yaml\n" + resolved + "```", resume_step)
         self._writer.add_text("weight_decay", _table(rules), resume_step)
         session = hparams(hyperparameters(config), dict.fromkeys(METRICS, 0.0))
@@ -111,27 +111,39 @@ class TensorBoard(ScalarEvents):
 
 
 def hyperparameters(config: Config) -> dict[str, bool | str | float | int]:
-    """What runs of a sweep differ in, by the names of the config."""
-    optim, train, model = config.optim, config.train, config.model
+    """What runs of a sweep differ in.
+
+    TensorBoard shows the first five in the order of the alphabet, so that the names begin with what sweeps
+    are about: lambda (`optim.weight_decay`) and the learning rates.
+    """
+    optim, model = config.optim, config.model
     values: dict[str, Any] = {
-        "optim.weight_decay": optim.weight_decay,
-        "optim.lr": optim.lr,
-        "optim.matrix_lr": optim.matrix_lr,
-        "optim.optimizer": optim.optimizer,
-        "optim.decay": optim.decay,
-        "optim.decay_mode": optim.decay_mode,
-        "optim.decay_schedule": optim.decay_schedule.shape,
-        "optim.schedule": optim.schedule,
-        "optim.beta2": optim.beta2,
-        "tokens": config.total_tokens,
-        "batch_tokens": train.step_tokens,
-        "model.family": model.family,
-        "model.num_layers": model.num_layers,
-        "model.hidden_size": model.hidden_size,
+        "lambda": optim.weight_decay,
+        "lr": optim.lr,
+        "lr_matrix": optim.matrix_lr,
+        "lr_schedule": optim.schedule,
+        "model": f"{model.family} {model.num_layers} x {model.hidden_size}",
+        "optimizer": optim.optimizer,
         "precision": config.precision,
+        "rules": optim.decay or "custom",
         "seed": config.seed,
+        "tokens": config.total_tokens,
+        "tokens_per_step": config.train.step_tokens,
+        "weight_decay_mode": optim.decay_mode,
+        "weight_decay_schedule": optim.decay_schedule.shape,
     }
     return {name: value for name, value in values.items() if value is not None}
+
+
+def layout(config: Config) -> dict[str, dict[str, list[Any]]]:
+    """The dashboard, without charts that a run leaves empty."""
+    losses = dict(LAYOUT["Losses"])
+    if config.train.z_loss == 0.0:
+        del losses["z-loss"]
+    charts = {**LAYOUT, "Losses": losses}
+    if config.log.matrices_every_steps is None:
+        del charts["Effective learning rate"], charts["Norms"]
+    return charts
 
 
 def _table(rules: Mapping[str, ParameterRule]) -> str:
