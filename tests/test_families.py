@@ -65,7 +65,7 @@ def gradients(path: str, overrides: list[str]) -> tuple[dict[str, Any], dict[str
 
     def backward(step: int) -> None:
         seed_step(config.seed, step + 1)
-        batches = list(train_batches(stream, world, 8 * step, 8, 2))
+        batches = list(train_batches(stream, world, 8 * step, 8, 4))
         forward_backward(model, optimizer.megatron, batches, config)
 
     backward(0)

@@ -49,7 +49,7 @@ def train_and_compare(path: str, overrides: list[str]) -> list[dict[str, Any]]:
     found = []
     for step in range(1, config.steps + 1):
         seed_step(config.seed, step)
-        batches = list(train_batches(run.train_data, world, 8 * step, 8, 2))
+        batches = list(train_batches(run.train_data, world, 8 * step, 8, 4))
         forward_backward(run.model, run.optimizer.megatron, batches, config)
         run.optimizer.set_rates(step)
         before = weights()

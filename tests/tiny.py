@@ -21,9 +21,9 @@ data:
   train: [{{path: {folder}/train}}]
   valid: [{{path: {folder}/valid}}]
 optim: {{lr: 3e-3, warmup_steps: 5}}
-train: {{steps: 20, global_batch_samples: 8, micro_batch_samples: 2, sequence_tokens: 32}}
+train: {{steps: 20, global_batch_samples: 8, micro_batch_samples: 4, sequence_tokens: 32}}
 evaluate: {{every_steps: 10, samples: 27}}
-log: {{every_steps: 1}}
+log: {{every_steps: 1, peak_tflops: 0.1}}
 """
 
 
