@@ -27,7 +27,7 @@ from megatron_wd.config.source import parse_scalar, parse_yaml
 ROOT = Path(__file__).resolve().parent.parent
 TINY = ROOT / "configs" / "tiny.yaml"
 CONFIGS = sorted((ROOT / "configs").rglob("*.yaml"))
-PARTS = {"base", "models", "studies", "finetune", "evaluate"}  # folders of what is no pretraining run by itself
+PARTS = {"base", "models", "studies", "finetune", "evaluate"}  # no pretraining runs by themselves
 COMPLETE = [p for p in CONFIGS if not PARTS & set(p.relative_to(ROOT).parts)]
 
 Write = Callable[..., Path]
