@@ -74,14 +74,6 @@ LAYOUT = "model.num_query_groups=4"
             ["weight_decay is -1.0", "lr_multiplier is -2.0"],
         ),
         (
-            ["optim.weight_decay=500", "optim.lr=3e-3"],
-            ["optim.lr x the largest weight decay is 1.5"],
-        ),
-        (
-            ["optim.weight_decay=1.5", "optim.decay_mode=independent"],
-            ["the largest weight decay is 1.5"],
-        ),
-        (
             ["optim.decay_schedule={shape: linear, points: [{tokens: 1, factor: 1.0}]}"],
             ["piecewise needs points"],
         ),

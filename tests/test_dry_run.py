@@ -188,7 +188,7 @@ def held_bytes(path: str, overrides: list[str]) -> dict[str, int]:
     built = build_model(config)
     activations = activation_bytes(built[0], config) if len(built) == 1 else 0
     model = distribute_model(built, config)
-    rated = build_optimizer(model, config, resolve_rules(gather_shapes(model), config.optim))
+    rated = build_optimizer(model, config, resolve_rules(gather_shapes(model), config))
     rated.set_rates(1)
     optimizer = rated.megatron
     prepare_schedules(model, optimizer)

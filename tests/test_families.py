@@ -59,7 +59,7 @@ def gradients(path: str, overrides: list[str]) -> tuple[dict[str, Any], dict[str
                 whole = 0.3 * full_tensor(name, shape, 7, 1.0)
                 param += whole if shared else tensor_parallel_part(whole, param, rank, size)
     model = distribute_model(chunks, config)
-    optimizer = build_optimizer(model, config, resolve_rules(gather_shapes(model), config.optim))
+    optimizer = build_optimizer(model, config, resolve_rules(gather_shapes(model), config))
     prepare_schedules(model, optimizer.megatron)
     stream = SampleStream(config.data.train, config.train.sequence_tokens, config.seed)
 

@@ -13,8 +13,7 @@ from test_families import FAMILIES
 from test_layouts import assert_close, forget_after
 
 from megatron_wd.config import Config, UserError, load_config
-from megatron_wd.optim.build import rates_at
-from megatron_wd.optim.rules import ParameterRule, resolve_rules
+from megatron_wd.optim.rules import ParameterRule, rates_at, resolve_rules
 from megatron_wd.optim.schedule import decay_factor, learning_rate
 
 
@@ -182,7 +181,7 @@ def test_decay_schedules_go_up_and_down(tiny: Path) -> None:
     assert down == pytest.approx([2.0, 1.0 + math.sqrt(0.5), 1.0, 1.0 - math.sqrt(0.5), 0.0])
     points = "points: [{tokens: 256, factor: 1.0}, {tokens: 768, factor: 3.0}]"
     pieces = factors(f"optim.decay_schedule={{shape: piecewise, {points}}}")
-    assert pieces == pytest.approx([1.0, 2.0, 3.0, 3.0, 3.0])
+    assert pieces == pytest.approx([1.0, 1.0, 2.0, 3.0, 3.0])
 
 
 SHAPES = {
@@ -206,7 +205,48 @@ def test_wrong_rules_say_what_to_do(rules: str, message: str, tiny: Path) -> Non
     adamh = ["optim.optimizer=adamh", "optim.matrix_lr=1e-2"]
     config = load_config(tiny, [f"optim.decay_rules={rules}", *adamh])
     with pytest.raises(UserError, match=message):
-        resolve_rules(SHAPES, config.optim)
+        resolve_rules(SHAPES, config)
+
+
+@pytest.mark.parametrize(
+    "overrides, taken",
+    [
+        (["optim.weight_decay=500"], "takes 1.5 of a weight at step 5"),
+        (["optim.decay_mode=independent", "optim.weight_decay=1.5"], "takes 1.5 of a weight"),
+        (
+            ["optim.decay_rules=[{match: '*qkv.weight', lr_multiplier: 1e5}]"],
+            "takes 30 of a weight at step 5, such as of decoder.layers.0",
+        ),
+        (
+            [
+                *("optim.optimizer=muon", "optim.matrix_lr=20.0", "optim.decay=matrices_only"),
+                "parallel.distributed_optimizer=false",
+            ],
+            "takes 2 of a weight",
+        ),
+        (
+            [
+                *("optim.decay_mode=independent", "optim.weight_decay=0.5"),
+                "optim.decay_schedule={shape: linear, start: 0.1, end: 3.0}",
+            ],
+            "takes 1.5 of a weight at step 20",
+        ),
+    ],
+)
+def test_a_step_that_takes_a_whole_weight_is_refused(
+    overrides: list[str], taken: str, tiny: Path
+) -> None:
+    with pytest.raises(UserError, match=taken):
+        resolve_rules(SHAPES, load_config(tiny, overrides))
+
+
+def test_only_what_is_really_taken_counts(tiny: Path) -> None:
+    small = ["optim.decay_rules=[{match: '*', multiplier: 0.1}]", "optim.weight_decay=0.5"]
+    rising = ["optim.decay_schedule={shape: linear, start: 1.0, end: 3.0}"]
+    config = load_config(tiny, ["optim.decay_mode=independent", *small, *rising])
+    assert resolve_rules(SHAPES, config)
+    large = ["optim.lr=1.5", "optim.decay_schedule={shape: linear, start: 0.1, end: 0.1}"]
+    assert resolve_rules(SHAPES, load_config(tiny, [*large, "optim.weight_decay=0.7"]))
 
 
 def test_a_parameter_that_no_rule_meets_is_named(tiny: Path) -> None:
@@ -214,7 +254,7 @@ def test_a_parameter_that_no_rule_meets_is_named(tiny: Path) -> None:
     with pytest.raises(
         UserError, match=r"meets decoder.layers.0.self_attention.linear_qkv.weight, embedding"
     ):
-        resolve_rules(SHAPES, config.optim)
+        resolve_rules(SHAPES, config)
 
 
 @pytest.mark.distributed

@@ -142,7 +142,7 @@ class DecayPointConfig:
     """A corner of a piecewise decay schedule.
 
     Attributes:
-        tokens: Tokens trained on.
+        tokens: Tokens trained on before the step; 0 for the first one.
         factor: Of every weight decay, when that many tokens have been trained on.
     """
 

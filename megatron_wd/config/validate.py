@@ -342,20 +342,6 @@ def _decay(config: Config) -> Iterator[str]:
                 yield f"{place}: {name} is {value}; it must be at least 0"
         if rule.ndim is not None and rule.ndim < 1:
             yield f"{place}: ndim is {rule.ndim}; it must be at least 1"
-    largest = max(
-        [optim.weight_decay, *(rule.weight_decay or 0.0 for rule in optim.decay_rules)]
-        + [optim.weight_decay * (rule.multiplier or 0.0) for rule in optim.decay_rules]
-    )
-    rate = optim.lr if optim.decay_mode == "coupled" else 1.0
-    factor = max([1.0, schedule.start, schedule.end, *(p.factor for p in schedule.points)])
-    if rate * largest * factor >= 1.0:
-        product = (
-            "optim.lr x the largest weight decay" if rate != 1.0 else "the largest weight decay"
-        )
-        yield (
-            f"{product} is {rate * largest * factor:g}: a step would take away the whole weight; it must be "
-            f"below 1 (optim.decay_mode is {optim.decay_mode})"
-        )
     points = schedule.points
     if (schedule.shape == "piecewise") != bool(points):
         yield (

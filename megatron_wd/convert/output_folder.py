@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import io
 import json
 import os
@@ -83,6 +84,7 @@ def appears_when_done(target: Path, needed_bytes: int, force: bool) -> Iterator[
                 f"{target.parent} has {free / 1e9:.2f} GB free, but the result takes "
                 f"{needed_bytes / 1e9:.2f} GB."
             )
+        _remove_leftovers(target)
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir()
         yield partial
@@ -97,3 +99,13 @@ def appears_when_done(target: Path, needed_bytes: int, force: bool) -> Iterator[
         raise UserError(f"{target} cannot be written: {error.strerror or error}.") from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
+
+def _remove_leftovers(target: Path) -> None:
+    """Removes what killed processes have left beside a folder that they were writing."""
+    for left in target.parent.glob(f".{glob.escape(target.name)}.*-*"):
+        kind, _, pid = left.name.removeprefix(f".{target.name}.").partition("-")
+        # What was to be replaced is the result itself as long as nothing has taken its place.
+        stale = kind == "partial" or (kind == "replaced" and target.exists())
+        if stale and pid.isdecimal() and not Path(f"/proc/{pid}").exists():
+            shutil.rmtree(left, ignore_errors=True)

@@ -29,7 +29,7 @@ from megatron_wd.optim.matrices import (
 )
 
 if TYPE_CHECKING:
-    from megatron_wd.optim.rates import Rates
+    from megatron_wd.optim.rules import Rates
 
 _BLOCK_VALUES = 1 << 17
 """Values of a block: weight, gradient, two means and the direction stay in the caches between its passes."""

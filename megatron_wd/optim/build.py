@@ -22,9 +22,8 @@ from megatron_wd.config import Config, UserError
 from megatron_wd.optim.adamh import Hyperball
 from megatron_wd.optim.adamw import FusedAdamW
 from megatron_wd.optim.matrices import Matrix, list_matrices, master_weights
-from megatron_wd.optim.rates import PerParameterRates, Rates
-from megatron_wd.optim.rules import ParameterRule
-from megatron_wd.optim.schedule import decay_factor, learning_rate
+from megatron_wd.optim.rates import PerParameterRates
+from megatron_wd.optim.rules import ParameterRule, Rates, rates_at
 
 
 @dataclass
@@ -72,20 +71,6 @@ class RatedOptimizer:
         """The part of each parameter of the whole model that decays at a step."""
         rules = self.rules.items()
         return {name: rates_at(step, rule, self.config).decayed for name, rule in rules}
-
-
-def rates_at(step: int, rule: ParameterRule, config: Config) -> Rates:
-    """Rate and decay of a parameter at a step."""
-    optim = config.optim
-    lr = learning_rate(step, config) * rule.lr_multiplier
-    decay = rule.weight_decay * decay_factor(step, config)
-    is_hyperball = rule.optimizer == "adamh"
-    if rule.optimizer != "adamw":
-        assert optim.matrix_lr is not None, "validate() asks for it"
-        lr *= optim.matrix_lr / optim.lr
-    if optim.decay_mode == "independent":
-        return Rates(lr, 0.0, decay, is_hyperball)
-    return Rates(lr, decay, 0.0, is_hyperball)
 
 
 def build_optimizer(

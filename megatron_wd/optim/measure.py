@@ -25,7 +25,7 @@ from megatron_wd.optim.matrices import (
     MatrixSums,
     cut_into_pieces,
 )
-from megatron_wd.optim.rates import Rates
+from megatron_wd.optim.rules import Rates
 
 _BLOCK_VALUES = 1 << 17
 

@@ -8,35 +8,13 @@ AdamH's matrices are updated apart.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron_wd.optim.adamh import Hyperball
-
-
-@dataclass(frozen=True)
-class Rates:
-    """What one step does to a parameter besides where the gradient leads.
-
-    Attributes:
-        lr: learning rate; under AdamH the effective rate.
-        weight_decay: theta <- (1 - lr weight_decay) theta before the step (AdamW).
-        independent_decay: theta <- (1 - independent_decay) theta before the step.
-        is_hyperball: whether AdamH updates it, at a fixed norm.
-    """
-
-    lr: float
-    weight_decay: float = 0.0
-    independent_decay: float = 0.0
-    is_hyperball: bool = False
-
-    @property
-    def decayed(self) -> float:
-        """d, the part of the weight that decays: theta <- (1 - d) theta."""
-        return self.lr * self.weight_decay + self.independent_decay
+from megatron_wd.optim.rules import Rates
 
 
 class PerParameterRates(torch.optim.Optimizer):

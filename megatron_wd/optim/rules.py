@@ -12,7 +12,8 @@ import fnmatch
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from megatron_wd.config import DECAY_PRESETS, DecayRuleConfig, OptimConfig, UserError
+from megatron_wd.config import DECAY_PRESETS, Config, DecayRuleConfig, UserError
+from megatron_wd.optim.schedule import decay_factor, learning_rate
 
 # Attention and MLP matrices: what AdamH keeps at a fixed norm and what Muon orthogonalises.
 HIDDEN_MATRICES = (
@@ -45,6 +46,42 @@ class ParameterRule:
 
 
 @dataclass(frozen=True)
+class Rates:
+    """What one step does to a parameter besides where the gradient leads.
+
+    Attributes:
+        lr: learning rate; under AdamH the effective rate.
+        weight_decay: theta <- (1 - lr weight_decay) theta before the step (AdamW).
+        independent_decay: theta <- (1 - independent_decay) theta before the step.
+        is_hyperball: whether AdamH updates it, at a fixed norm.
+    """
+
+    lr: float
+    weight_decay: float = 0.0
+    independent_decay: float = 0.0
+    is_hyperball: bool = False
+
+    @property
+    def decayed(self) -> float:
+        """d, the part of the weight that decays: theta <- (1 - d) theta."""
+        return self.lr * self.weight_decay + self.independent_decay
+
+
+def rates_at(step: int, rule: ParameterRule, config: Config) -> Rates:
+    """Rate and decay of a parameter at a step."""
+    optim = config.optim
+    lr = learning_rate(step, config) * rule.lr_multiplier
+    decay = rule.weight_decay * decay_factor(step, config)
+    is_hyperball = rule.optimizer == "adamh"
+    if rule.optimizer != "adamw":
+        assert optim.matrix_lr is not None, "validate() asks for it"
+        lr *= optim.matrix_lr / optim.lr
+    if optim.decay_mode == "independent":
+        return Rates(lr, 0.0, decay, is_hyperball)
+    return Rates(lr, decay, 0.0, is_hyperball)
+
+
+@dataclass(frozen=True)
 class _Rule:
     """A rule of the config or of a preset, in one form."""
 
@@ -73,21 +110,23 @@ def is_hidden_matrix(name: str) -> bool:
 
 
 def resolve_rules(
-    shapes: Mapping[str, tuple[int, ...]], optim: OptimConfig
+    shapes: Mapping[str, tuple[int, ...]], config: Config
 ) -> dict[str, ParameterRule]:
     """Decides every parameter of a model.
 
     Args:
         shapes: global name -> shape of the whole tensor, of all ranks together.
-        optim: `decay`, `decay_rules`, `weight_decay` and `optimizer`.
+        config: the run; of `optim` what decays, and of both what a step takes of a weight.
 
     Returns:
         The table by name, in the order of the layers.
 
     Raises:
-        UserError: a rule decides no parameter, a parameter is decided by no rule, or a rule decays a
-            matrix whose norm is kept fixed. All mistakes at once, each with a remedy.
+        UserError: a rule decides no parameter, a parameter is decided by no rule, a rule decays a matrix
+            whose norm is kept fixed, or a step would take a whole weight. All mistakes at once, each with
+            a remedy.
     """
+    optim = config.optim
     rules = [_Rule(rule) for rule in optim.decay_rules]
     if optim.decay is not None:
         rules += [_Rule(rule, optim.decay) for rule in DECAY_PRESETS[optim.decay]]
@@ -123,9 +162,33 @@ def resolve_rules(
             rule.config.lr_multiplier,
             optimizer,
         )
+    problems += _whole_weights(table.values(), config)
     if problems:
         raise UserError("\n".join(dict.fromkeys(problems)))
     return table
+
+
+def _whole_weights(rules: Iterable[ParameterRule], config: Config) -> Iterable[str]:
+    """One message for each rule by which a step takes a weight as a whole."""
+    corners = [
+        point.tokens // config.train.step_tokens for point in config.optim.decay_schedule.points
+    ]
+    steps = {1, config.warmup_steps, *corners, *(corner + 1 for corner in corners), config.steps}
+    steps |= {1 + (config.steps - 1) * i // 200 for i in range(201)}
+    steps = {step for step in steps if 1 <= step <= config.steps}
+    for rule in {(r.rule, r.weight_decay, r.lr_multiplier, r.optimizer): r for r in rules}.values():
+        taken = max((rates_at(step, rule, config).decayed, step) for step in steps)
+        if taken[0] >= 1.0:
+            yield (
+                f"the rule {rule.rule!r} takes {taken[0]:g} of a weight at step {taken[1]:,}, such as of "
+                f"{rule.name}; it must be below 1 (optim.decay_mode is {config.optim.decay_mode}: "
+                + (
+                    "learning rate x weight decay"
+                    if config.optim.decay_mode == "coupled"
+                    else "weight decay"
+                )
+                + ")"
+            )
 
 
 def _unused(

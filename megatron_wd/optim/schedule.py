@@ -57,7 +57,7 @@ def decay_factor(step: int, config: Config) -> float:
     if schedule.shape == "piecewise":
         tokens = [point.tokens for point in schedule.points]
         factors = [point.factor for point in schedule.points]
-        return float(np.interp(step * config.train.step_tokens, tokens, factors))
+        return float(np.interp((step - 1) * config.train.step_tokens, tokens, factors))
     progress = min(1.0, (step - 1) / max(1, config.steps - 1))
     if schedule.shape == "cosine":
         progress = 0.5 * (1.0 - math.cos(math.pi * progress))

@@ -184,7 +184,7 @@ def _build_stages(
                 f"stage {stage.stage}: {built}, not {stage.parameters}"
             )
             shapes.append(global_shapes(model))
-    return resolve_rules(merge_shapes(shapes), config.optim)
+    return resolve_rules(merge_shapes(shapes), config)
 
 
 def _missing_abilities(config: Config) -> list[str]:

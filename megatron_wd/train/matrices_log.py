@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from megatron_wd.config import UserError
 from megatron_wd.optim.matrices import Matrix
 from megatron_wd.optim.measure import StepMeasures
 
@@ -38,16 +39,24 @@ class MatricesLog:
         if not self._folder.is_dir():
             return
         # Imported where it is used: it starts threads, and only the main rank needs it.
+        import pyarrow as pa
         import pyarrow.compute as pc
         import pyarrow.parquet as pq
 
         for part in sorted(self._folder.glob("*.parquet")):
             first, last = (int(number) for number in part.stem.split("-"))
-            if last > step:
-                kept = pq.read_table(part).filter(pc.field("step") <= step)
-                part.unlink()
-                if first <= step:
-                    self._write(kept, first, step)
+            if last <= step:
+                continue
+            if first <= step:
+                try:
+                    kept = pq.read_table(part).filter(pc.field("step") <= step)
+                except (OSError, pa.ArrowInvalid) as error:
+                    raise UserError(
+                        f"{part} is damaged: {error}. It is needed up to step {step}; remove it to go on "
+                        "without what it holds."
+                    ) from error
+                self._write(kept, first, step)
+            part.unlink()
 
     def add(
         self, step: int, measures: StepMeasures, relaxed_of: Callable[[str], float]

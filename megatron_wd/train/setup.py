@@ -50,13 +50,21 @@ def set_up(config: Config, world: World) -> Run:
     run_on_main(world, lambda: check_data_fits(config, data))
     run_dir = Path(config.run_dir)
     newest = latest_checkpoint(run_dir)
+    if config.init_from is not None and run_dir.resolve() in (
+        Path(config.init_from).resolve(),
+        *Path(config.init_from).resolve().parents,
+    ):
+        raise UserError(
+            f"init_from {config.init_from} lies in run_dir {run_dir}: a run cannot start from itself. To go "
+            "on with a run, give the config that it was started with."
+        )
     chunks = build_model(config)
     if config.init_from is not None and newest is None:
         weights = load_initial_weights(chunks, config, data.tokenizer)
         if world.is_main:
             print(f"starting from the weights of the {weights.description}", flush=True)
     model = distribute_model(chunks, config)
-    rules = resolve_rules(gather_shapes(model), config.optim)
+    rules = resolve_rules(gather_shapes(model), config)
     optimizer = build_optimizer(model, config, rules)
     prepare_schedules(model, optimizer.megatron)
 

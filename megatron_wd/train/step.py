@@ -122,8 +122,9 @@ def agree(local: Tensor | None, stop_requested: bool, world: World) -> tuple[Ste
     loss, z_loss, with_z_loss, contributors, stops = sums.tolist()
     mean = (loss + z_loss) / contributors
     if not math.isfinite(mean):
-        finite = local is None or bool(torch.isfinite(local).all())
-        raise NonFiniteError(_where(None if finite else f"loss {float(local[0])}", world))  # type: ignore[index]
+        parts = [] if local is None else zip(("loss", "z-loss"), local.tolist(), strict=False)
+        wrong = [f"{name} {value}" for name, value in parts if not math.isfinite(value)]
+        raise NonFiniteError(_where(" and ".join(wrong) or None, world))
     return StepLoss(loss / contributors, z_loss / contributors if with_z_loss else None), stops > 0
 
 

@@ -59,7 +59,8 @@ def follow(lr: float, steps: int, beta1: float = 0.9, seed: int = 0) -> Point:
     from megatron_wd.optim.adamw import FusedAdamW
     from megatron_wd.optim.matrices import Master, Matrix
     from megatron_wd.optim.measure import StepMeter
-    from megatron_wd.optim.rates import PerParameterRates, Rates
+    from megatron_wd.optim.rates import PerParameterRates
+    from megatron_wd.optim.rules import Rates
 
     class Adam(PerParameterRates, FusedAdamW):
         """The product's AdamW."""

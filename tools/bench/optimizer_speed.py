@@ -43,7 +43,7 @@ def build(overrides: list[str]) -> tuple[Any, ...]:
 
     config = load_config(ROOT / "configs/bench/llama2_30m.yaml", overrides)
     model = distribute_model(build_model(config), config)
-    rules = resolve_rules(gather_shapes(model), config.optim)
+    rules = resolve_rules(gather_shapes(model), config)
     optimizer = build_optimizer(model, config, rules)
     prepare_schedules(model, optimizer.megatron)
     masters = list(master_weights(model, optimizer.megatron))
