@@ -21,7 +21,7 @@ from megatron_wd.train.memory import pipeline_memory
 ROOT = Path(__file__).resolve().parent.parent
 CONFIGS = ROOT / "configs"
 PRETRAIN = ROOT / "launch" / "pretrain.sh"
-PARTS = {"base", "models", "studies"}  # folders of what is no run by itself
+PARTS = {"base", "models", "studies", "finetune", "evaluate"}  # folders of what is no run by itself
 RUNS = [p for p in CONFIGS.rglob("*.yaml") if not PARTS & set(p.relative_to(ROOT).parts)]
 LLAMA2_4B = "configs/plasticity/llama2_4b_20x_4096_ranks.yaml"
 
@@ -132,7 +132,11 @@ def test_what_is_on_the_machine_is_checked(tiny: Path) -> None:
     (folder / "cut.bin").write_bytes((folder / "train.bin").read_bytes()[:-2])
     elsewhere = "data.tokenizer=elsewhere/tokenizer"
     cases = [
-        (str(tiny), ["train.z_loss=1e-4", "init_from=elsewhere/model"], 4),
+        (
+            str(tiny),
+            ["train.z_loss=1e-4", "init_from=elsewhere/model", "train.micro_batch_samples=2"],
+            4,
+        ),
         (str(tiny), [elsewhere], 1),
         (str(tiny), [elsewhere, f"data.train.0.path={folder}/half"], 1),
         (str(tiny), [elsewhere, f"data.train.0.path={folder}/cut"], 1),
