@@ -41,6 +41,8 @@ def test_another_model_or_tokenizer_is_refused(
     error = capfd.readouterr().err
     assert "model.norm_eps: 1e-05 there, 1e-06 in this config" in error
     assert "key/value heads): 2 there, 4 in this config" in error
+    assert run_config(1, tiny, f"run_dir={first}", f"init_from={first}/checkpoints") == [2]
+    assert "a run cannot start from itself" in capfd.readouterr().err
     (checkpoint,) = (first / "checkpoints").glob("iter_*")
     file = checkpoint / "tokenizer" / "tokenizer.json"
     content = json.loads(file.read_text())

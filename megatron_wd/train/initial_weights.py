@@ -25,6 +25,22 @@ _SAMPLES = (
 )
 
 
+def check_origin(config: Config) -> None:
+    """Checks that a run does not start from itself.
+
+    Raises:
+        UserError: `init_from` lies in the run's own folder.
+    """
+    if config.init_from is None:
+        return
+    origin = Path(config.init_from).resolve()
+    if Path(config.run_dir).resolve() in (origin, *origin.parents):
+        raise UserError(
+            f"init_from {config.init_from} lies in run_dir {config.run_dir}: a run cannot start from "
+            "itself. To go on with a run, give the config that it was started with."
+        )
+
+
 def load_initial_weights(model: list[nn.Module], config: Config, tokenizer: Tokenizer) -> Weights:
     """Fills this rank's parameters with its parts of the weights at `init_from`, whatever layout both have.
 

@@ -22,7 +22,7 @@ from megatron_wd.train.checkpoint import (
     latest_checkpoint,
     load_checkpoint,
 )
-from megatron_wd.train.initial_weights import load_initial_weights
+from megatron_wd.train.initial_weights import check_origin, load_initial_weights
 from megatron_wd.train.inputs import check_data_fits, open_data
 from megatron_wd.train.loop import Run
 from megatron_wd.train.matrices_log import MatricesLog
@@ -50,14 +50,7 @@ def set_up(config: Config, world: World) -> Run:
     run_on_main(world, lambda: check_data_fits(config, data))
     run_dir = Path(config.run_dir)
     newest = latest_checkpoint(run_dir)
-    if config.init_from is not None and run_dir.resolve() in (
-        Path(config.init_from).resolve(),
-        *Path(config.init_from).resolve().parents,
-    ):
-        raise UserError(
-            f"init_from {config.init_from} lies in run_dir {run_dir}: a run cannot start from itself. To go "
-            "on with a run, give the config that it was started with."
-        )
+    check_origin(config)
     chunks = build_model(config)
     if config.init_from is not None and newest is None:
         weights = load_initial_weights(chunks, config, data.tokenizer)
