@@ -106,6 +106,11 @@ def _child(rank: int, count: int, port: int, sender: Any, function: Any, args: t
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(port),
     )
+    import torch
+
+    # torch makes its thread pool anew at the first use after a fork, and two threads that come
+    # first together (transformers loads weights with several) find none.
+    torch.set_num_threads(1)
     try:
         outcome = (True, function(*args))
     except BaseException:
