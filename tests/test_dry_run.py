@@ -263,3 +263,15 @@ def test_memory_is_what_a_rank_holds(name: str) -> None:
         # Nothing of the softmax's fp32 copies is kept, and ours keeps attention's output twice.
         estimate = expected.activation_bytes - 8 * tokens * config.model.padded_vocab_size
         assert held["activations"] == pytest.approx(estimate, rel=0.1)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_muon_keeps_one_mean_of_its_matrices(precision: str) -> None:
+    path = CONFIGS / "tiny.yaml"
+    overrides = [
+        *("optim.optimizer=muon", "optim.matrix_lr=0.01", "parallel.distributed_optimizer=false"),
+        *(f"precision={precision}", "parallel.tensor=2"),
+    ]
+    (expected,) = pipeline_memory(load_config(path, overrides), 2)
+    for held in run_ranks(2, held_bytes, str(path), overrides):
+        assert held["optimizer"] == expected.optimizer_bytes

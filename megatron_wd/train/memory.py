@@ -22,8 +22,8 @@ class StageMemory:
         parameters: scalars on one rank: its share of each matrix, norms and padding rows whole.
         weight_bytes: fp32, or bf16 where products are bf16 or fp8.
         gradient_bytes: fp32, in the buffers that data parallelism reduces.
-        optimizer_bytes: Adam's two fp32 means and, beside bf16 weights, fp32 masters; data-parallel
-            ranks share them with the distributed optimizer.
+        optimizer_bytes: Adam's two fp32 means (of Muon's matrices one) and, beside bf16 weights, fp32
+            masters; data-parallel ranks share them with the distributed optimizer.
         activation_bytes: what the backward pass of the micro-batches in flight needs, and the logits.
     """
 
@@ -66,7 +66,7 @@ def pipeline_memory(config: Config, ranks: int) -> list[StageMemory]:
                 parameters=parameters,
                 weight_bytes=parameters * (2 if half else 4),
                 gradient_bytes=parameters * 4,
-                optimizer_bytes=parameters * (12 if half else 8) // sharing,
+                optimizer_bytes=_optimizer_bytes(config, parameters) // sharing,
                 activation_bytes=_activation_bytes(config, stage, ranks // parallel.model_ranks),
             )
         )
@@ -84,7 +84,7 @@ def stage_parameters(config: Config, stage: int) -> int:
     query, key_value = model.num_attention_heads * head, model.kv_heads * head
     norm = width * (2 if facts.norm == "layer" else 1)
     branches = 2 if facts.gated_mlp else 1
-    divided = width * (query + 2 * key_value) + query * width + (branches + 1) * width * mlp
+    divided = _block_matrices(config)
     whole = 2 * norm
     if facts.qk_norm:
         divided += query + key_value
@@ -104,6 +104,29 @@ def stage_parameters(config: Config, stage: int) -> int:
         total += norm
         if not (first and model.tie_embeddings):
             total += table
+    return total
+
+
+def _block_matrices(config: Config) -> int:
+    """Values in the attention and MLP matrices of one block, over all tensor-parallel ranks."""
+    model = config.model
+    query = model.num_attention_heads * model.head_size
+    key_value = model.kv_heads * model.head_size
+    branches = 2 if model.facts.gated_mlp else 1
+    width = model.hidden_size
+    return width * (2 * query + 2 * key_value + (branches + 1) * model.ffn_hidden_size)
+
+
+def _optimizer_bytes(config: Config, parameters: int) -> int:
+    """Optimizer state of one rank that holds all of it.
+
+    Adam keeps two fp32 means of each parameter, Muon one of each attention and MLP matrix; bf16 weights
+    have fp32 masters beside them.
+    """
+    total = parameters * (8 if config.precision == "fp32" else 12)
+    if config.optim.optimizer == "muon":
+        layers = config.model.num_layers // config.parallel.pipeline
+        total -= 4 * layers * _block_matrices(config) // config.parallel.tensor
     return total
 
 
